@@ -1,0 +1,6 @@
+"""`python -m memtrace`."""
+
+from memtrace.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,456 @@
+"""Forward replay by torch's own rules: block sizes, lifetimes, split counters, segments (snapshot-format 5.2).
+
+The reference in Python: one loop over the events with a dict of blocks in use and a dict of free blocks.
+An event that the rules do not allow is first explained by a rule that changed while recording (a block split
+where the settings say it is not, or the reverse: spec 5.5); what that cannot explain raises ContradictionError.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memtrace.allocator.initial import ContradictionError, splits_finely
+from memtrace.allocator.memory_map import MapBlock, MemoryMap, Range, RangeSet, assign_owners, gaps
+from memtrace.allocator.sizes import LARGE_REMAINDER, MIN_BLOCK, SMALL_SEGMENT
+from memtrace.allocator.stream import FREE, Events
+from memtrace.model import Action
+
+BEFORE = -1
+"""Event index of what happened before the recording."""
+_MAX_REPAIRS = 20_000
+
+
+@dataclass(slots=True)
+class BlockLog:
+    """One entry a block, in order of birth. Events are indices; `len(events)` means not in this recording."""
+
+    address: list[int] = field(default_factory=list)
+    size: list[int] = field(default_factory=list)
+    requested: list[int] = field(default_factory=list)
+    born: list[int] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+    died: list[int] = field(default_factory=list)
+    owner: list[int] = field(default_factory=list)
+    stack: list[int] = field(default_factory=list)
+    stream: list[int] = field(default_factory=list)
+    slack_bound: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SpanLog:
+    """One entry a range of memory for as long as its extent did not change (expandable ranges grow and shrink)."""
+
+    address: list[int] = field(default_factory=list)
+    size: list[int] = field(default_factory=list)
+    large: list[bool] = field(default_factory=list)
+    stream: list[int] = field(default_factory=list)
+    pool: list[int] = field(default_factory=list)
+    expandable: list[bool] = field(default_factory=list)
+    stack: list[int] = field(default_factory=list)
+    born: list[int] = field(default_factory=list)
+    died: list[int] = field(default_factory=list)
+
+    def add(self, item: Range, born: int, still: int) -> int:
+        self.address.append(item.start)
+        self.size.append(item.size)
+        self.large.append(item.large)
+        self.stream.append(item.stream)
+        self.pool.append(item.pool)
+        self.expandable.append(item.expandable)
+        self.stack.append(item.stack)
+        self.born.append(born)
+        self.died.append(still)
+        return len(self.address) - 1
+
+
+@dataclass(slots=True)
+class ChangeLog:
+    """Changes of a counter pair: at `event`, `count` and `bytes` by that much, in the large pool or the small."""
+
+    event: list[int] = field(default_factory=list)
+    count: list[int] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+    large: list[bool] = field(default_factory=list)
+
+    def add(self, event: int, count: int, size: int, large: bool) -> None:
+        self.event.append(event)
+        self.count.append(count)
+        self.bytes.append(size)
+        self.large.append(large)
+
+
+@dataclass(slots=True)
+class Run:
+    """What one pass recorded. `owner_large[owner]` is the pool of a block's owner."""
+
+    blocks: BlockLog
+    spans: SpanLog
+    splits: ChangeLog
+    segments: ChangeLog
+    owner_large: list[bool]
+    owner_span: list[int]
+    """The span of each owner; -1 for expandable memory, whose extent changes."""
+    at_end: MemoryMap
+    born_at_end: dict[int, int]
+    """Address of each block in use at the end -> the event it was born at."""
+
+
+def replay_exactly(events: Events, start: MemoryMap, forced: dict[int, int]) -> Run:
+    """Replays all events from `start`. `forced` maps alloc events to block sizes known better than by the rules.
+
+    Raises ContradictionError at the first event that cannot be explained. Sizes that had to be explained by a
+    changed rule are added to `forced`; the pass is then repeated, so that counters are right from the start.
+    """
+    for _ in range(4):
+        known = len(forced)
+        walk = _Forwards(events, start, forced)
+        run = walk.run()
+        if len(forced) == known and not walk.revised:
+            return run
+    raise ContradictionError(len(events) - 1, "block sizes do not settle")
+
+
+class _Forwards:
+    def __init__(self, events: Events, start: MemoryMap, forced: dict[int, int]) -> None:
+        self.events = events
+        self.forced = forced
+        self.revised = 0
+        self.repairs = 0
+        self.still = len(events)
+        self.blocks, self.spans = BlockLog(), SpanLog()
+        self.splits, self.segments = ChangeLog(), ChangeLog()
+        self.live: dict[int, int] = {}
+        self.pending: dict[int, int] = {}
+        self.free: dict[int, tuple[int, int]] = {}
+        self.free_ends: dict[int, int] = {}
+        self.owner_large: list[bool] = []
+        self.owner_fine: list[bool] = []
+        self.owner_expandable: list[bool] = []
+        self.owner_blocks: list[int] = []
+        self.owner_span: list[int] = []
+        self.groups: dict[tuple[bool, int], int] = {}
+        self._place(start)
+
+    def _place(self, start: MemoryMap) -> None:
+        """The state before the first event."""
+        ranges = [
+            Range(item.start, item.size, item.large, item.stream, item.pool, item.expandable, item.stack)
+            for item in start.ranges
+        ]
+        self.groups = assign_owners(ranges)
+        for item in ranges:
+            if item.owner == len(self.owner_large):
+                self._new_owner(item)
+            item.span = self.spans.add(item, BEFORE, self.still)
+            if not item.expandable:
+                self.owner_span[item.owner] = item.span
+            self.segments.add(BEFORE, 0 if item.expandable else 1, item.size, item.large)
+        self.ranges = RangeSet(ranges)
+        for block in start.blocks:
+            home = self.ranges.containing(block.address)
+            assert home is not None, "blocks of a memory map lie in its ranges"
+            index = self._born(block, home)
+            (self.pending if block.pending else self.live)[block.address] = index
+            self.owner_blocks[home.owner] += 1
+        holes = [(address, size, self.ranges.containing(address)) for address, size, _ in gaps(start)]
+        for address, size, home in holes:
+            assert home is not None
+            self.free[address] = (size, home.owner)
+            self.free_ends[address + size] = address
+            self.owner_blocks[home.owner] += 1
+        for _, size, home in holes:
+            assert home is not None
+            if not home.expandable and self.owner_blocks[home.owner] > 1:
+                self.splits.add(BEFORE, 1, size, home.large)
+
+    def _born(self, block: MapBlock, home: Range) -> int:
+        log = self.blocks
+        log.address.append(block.address)
+        log.size.append(block.size)
+        log.requested.append(block.requested)
+        log.born.append(BEFORE)
+        log.freed.append(BEFORE if block.pending else self.still)
+        log.died.append(self.still)
+        log.owner.append(home.owner)
+        log.stack.append(block.stack)
+        log.stream.append(home.stream)
+        log.slack_bound.append(block.slack_bound)
+        return len(log.address) - 1
+
+    def run(self) -> Run:
+        self._loop()
+        blocks = self.blocks
+        last = {**self.live, **self.pending}
+        at_end = MemoryMap(
+            list(self.ranges),
+            [
+                MapBlock(address, blocks.size[index], blocks.requested[index], address in self.pending)
+                for address, index in sorted(last.items())
+            ],
+        )
+        born = {address: blocks.born[index] for address, index in last.items()}
+        return Run(blocks, self.spans, self.splits, self.segments, self.owner_large, self.owner_span, at_end, born)
+
+    def _loop(self) -> None:
+        events, forced, still = self.events, self.forced, self.still
+        live, pending, free, free_ends = self.live, self.pending, self.free, self.free_ends
+        fine, expandable, large, counts = self.owner_fine, self.owner_expandable, self.owner_large, self.owner_blocks
+        blocks, splits = self.blocks, self.splits
+        add_address, add_size, add_requested = blocks.address.append, blocks.size.append, blocks.requested.append
+        add_born, add_owner, add_stack = blocks.born.append, blocks.owner.append, blocks.stack.append
+        add_freed, add_died, add_stream = blocks.freed.append, blocks.died.append, blocks.stream.append
+        freed, died, sizes, owners = blocks.freed, blocks.died, blocks.size, blocks.owner
+        max_split = events.settings.max_split_size
+        next_block = len(blocks.address)
+        add_bound = blocks.slack_bound.append
+        ALLOC, REQUESTED, COMPLETED = int(Action.ALLOC), int(Action.FREE_REQUESTED), int(Action.FREE_COMPLETED)
+
+        for event, (action, address, size, stream, stack, rounded) in enumerate(
+            zip(events.action, events.addr, events.size, events.stream, events.stack, events.rounded, strict=True)
+        ):
+            if action == ALLOC:
+                hole = free.pop(address, None)
+                if hole is None:
+                    hole = self._repair(event, address)
+                room, owner = hole
+                del free_ends[address + room]
+                if event in forced:
+                    block_size = forced[event]
+                    split = block_size < room
+                else:
+                    block_size = rounded
+                    rest = room - rounded
+                    split = rest >= MIN_BLOCK and (
+                        fine[owner] or (rounded < max_split and rest > LARGE_REMAINDER)
+                    )  # fmt: skip
+                    if not split:
+                        block_size = room
+                if rounded > block_size or block_size > room:
+                    block_size = self._by_default_rounding(event, room, owner)
+                    split = block_size < room
+                if split:
+                    free[address + block_size] = (room - block_size, owner)
+                    free_ends[address + room] = address + block_size
+                    counts[owner] += 1
+                    if not expandable[owner]:
+                        if counts[owner] > 2:
+                            splits.add(event, 0, -block_size, large[owner])
+                        else:
+                            splits.add(event, 1, room - block_size, large[owner])
+                elif counts[owner] > 1 and not expandable[owner]:
+                    splits.add(event, -1, -room, large[owner])
+                live[address] = next_block
+                next_block += 1
+                add_address(address)
+                add_size(block_size)
+                add_requested(size)
+                add_born(event)
+                add_freed(still)
+                add_died(still)
+                add_owner(owner)
+                add_stack(stack)
+                add_stream(stream)
+                add_bound(0)
+            elif action == REQUESTED:
+                block = live.pop(address, None)
+                if block is None:
+                    raise ContradictionError(event, "a block is freed that is not in use")
+                pending[address] = block
+                freed[block] = event
+            elif action in (COMPLETED, FREE):
+                block = (live if action == FREE else pending).pop(address, None)
+                if block is None:
+                    raise ContradictionError(event, "a free completes that was not requested")
+                if action == FREE:
+                    freed[block] = event
+                died[block] = event
+                owner = owners[block]
+                start, end = address, address + sizes[block]
+                merged = merged_bytes = 0
+                before = free_ends.get(start)
+                if before is not None and free[before][1] == owner:
+                    merged_bytes = free.pop(before)[0]
+                    del free_ends[start]
+                    merged = 1
+                    start = before
+                behind = free.get(end)
+                if behind is not None and behind[1] == owner:
+                    del free[end]
+                    end += behind[0]
+                    del free_ends[end]
+                    merged += 1
+                    merged_bytes += behind[0]
+                free[start] = (end - start, owner)
+                free_ends[end] = start
+                counts[owner] -= merged
+                if not expandable[owner]:
+                    if counts[owner] > 1:
+                        splits.add(event, 1 - merged, end - start - merged_bytes, large[owner])
+                    elif merged:
+                        splits.add(event, -merged, -merged_bytes, large[owner])
+            elif action <= Action.SEGMENT_UNMAP:
+                self._segment_event(event, action, address, size, stream, stack)
+
+    def _segment_event(self, event: int, action: int, address: int, size: int, stream: int, stack: int) -> None:
+        if action == Action.SEGMENT_ALLOC:
+            self._segment_alloc(event, address, size, stream, stack)
+        elif action == Action.SEGMENT_FREE:
+            self._segment_free(event, address, size)
+        elif action == Action.SEGMENT_MAP:
+            self._segment_map(event, address, size, stream, stack)
+        else:
+            self._segment_unmap(event, address, size)
+
+    def _segment_alloc(self, event: int, address: int, size: int, stream: int, stack: int) -> None:
+        if size == 0 or not self.ranges.is_clear(address, size):
+            raise ContradictionError(event, "a segment is made where another one lies")
+        large = size != SMALL_SEGMENT
+        item = Range(address, size, large, stream, self.events.pool_of(event), expandable=False, stack=stack)
+        item.owner = self._new_owner(item)
+        item.span = self.owner_span[item.owner] = self.spans.add(item, event, self.still)
+        self.ranges.add(item)
+        self.owner_blocks[item.owner] = 1
+        self.free[address] = (size, item.owner)
+        self.free_ends[address + size] = address
+        self.segments.add(event, 1, size, large)
+
+    def _segment_free(self, event: int, address: int, size: int) -> None:
+        item = self.ranges.at(address)
+        if item is None or item.size != size or self.free.get(address) != (size, item.owner):
+            raise ContradictionError(event, "a segment is released that is not there or not free")
+        del self.free[address]
+        del self.free_ends[address + size]
+        self.ranges.remove(item)
+        self.spans.died[item.span] = event
+        self.segments.add(event, -1, -size, item.large)
+
+    def _segment_map(self, event: int, address: int, size: int, stream: int, stack: int) -> None:
+        if size == 0 or not self.ranges.is_clear(address, size):
+            raise ContradictionError(event, "pages are mapped where memory is already mapped")
+        large = size != SMALL_SEGMENT
+        item = Range(address, size, large, stream, self.events.pool_of(event), expandable=True, stack=stack)
+        owner = self.groups.get((large, stream))
+        if owner is None:
+            owner = self.groups[large, stream] = self._new_owner(item)
+        item.owner = owner
+        whole, joined = self.ranges.add_mapped(item)
+        for part in joined:
+            self.spans.died[part.span] = event
+        whole.span = self.spans.add(whole, event, self.still)
+        first, last = address, address + size
+        before = self.free_ends.get(first)
+        if before is not None and self.free[before][1] == owner:
+            del self.free[before]
+            del self.free_ends[first]
+            first = before
+        behind = self.free.get(last)
+        if behind is not None and behind[1] == owner:
+            del self.free[last]
+            last += behind[0]
+            del self.free_ends[last]
+        self.free[first] = (last - first, owner)
+        self.free_ends[last] = first
+        self.segments.add(event, 0, size, large)
+
+    def _segment_unmap(self, event: int, address: int, size: int) -> None:
+        item = self.ranges.containing(address)
+        start = self._free_start(address) if item is not None and item.expandable and size else None
+        if item is None or start is None or start + self.free[start][0] < address + size:
+            raise ContradictionError(event, "pages are unmapped that are not free")
+        room, owner = self.free.pop(start)
+        del self.free_ends[start + room]
+        if address > start:
+            self.free[start] = (address - start, owner)
+            self.free_ends[address] = start
+        if address + size < start + room:
+            self.free[address + size] = (start + room - address - size, owner)
+            self.free_ends[start + room] = address + size
+        self.spans.died[item.span] = event
+        for rest in self.ranges.cut(item, address, size):
+            rest.span = self.spans.add(rest, event, self.still)
+        self.segments.add(event, 0, -size, item.large)
+
+    def _new_owner(self, item: Range) -> int:
+        self.owner_large.append(item.large)
+        self.owner_fine.append(splits_finely(item, self.events.settings))
+        self.owner_expandable.append(item.expandable)
+        self.owner_blocks.append(0)
+        self.owner_span.append(-1)
+        return len(self.owner_large) - 1
+
+    def _free_start(self, address: int) -> int | None:
+        """The free block that holds an address. Rare, so a plain search."""
+        if address in self.free:
+            return address
+        start = max((start for start in self.free if start < address), default=None)
+        return start if start is not None and address < start + self.free[start][0] else None
+
+    def _by_default_rounding(self, event: int, room: int, owner: int) -> int:
+        """The size of a block that the recorded rounding setting makes too large: the setting was another then."""
+        plain = self.events.plain[event]
+        if event in self.forced and plain <= self.forced[event] <= room:
+            return self.forced[event]
+        if plain > room:
+            raise ContradictionError(event, "an allocation is larger than the free block at its place")
+        rest = room - plain
+        whole = rest == 0 or (not self.owner_fine[owner] and rest <= LARGE_REMAINDER)
+        self.forced[event] = room if whole else plain
+        return self.forced[event]
+
+    def _repair(self, event: int, address: int) -> tuple[int, int]:
+        """The hole for an allocation at an address that no free block starts at, if a changed rule explains it."""
+        self.repairs += 1
+        if self.repairs > _MAX_REPAIRS:
+            raise ContradictionError(event, "too many allocations do not fit the allocator's rules")
+        hole = self._hole_in_slack(address) or self._hole_behind_larger(address)
+        if hole is None:
+            raise ContradictionError(event, "an allocation does not start where a free block starts")
+        self.free.pop(address, None)
+        return hole
+
+    def _hole_in_slack(self, address: int) -> tuple[int, int] | None:
+        """`address` lies in the unused end of a block: that block was split after all."""
+        blocks = self.blocks
+        for used in (self.live, self.pending):
+            start = max((start for start in used if start < address), default=None)
+            if start is None:
+                continue
+            block = used[start]
+            end, born = start + blocks.size[block], blocks.born[block]
+            if address >= end or born == BEFORE or self.events.plain[born] > address - start:
+                continue
+            owner = blocks.owner[block]
+            self.forced[born] = address - start
+            self.revised += 1
+            blocks.size[block] = address - start
+            self.owner_blocks[owner] += 1
+            behind = self.free.get(end)
+            if behind is not None and behind[1] == owner:
+                del self.free[end]
+                end += behind[0]
+                self.owner_blocks[owner] -= 1
+            self.free_ends[end] = address
+            return end - address, owner
+        return None
+
+    def _hole_behind_larger(self, address: int) -> tuple[int, int] | None:
+        """`address` lies inside a free block: the block in front of it is larger than the rules say."""
+        start = self._free_start(address)
+        if start is None:
+            return None
+        room, owner = self.free[start]
+        blocks = self.blocks
+        for used in (self.live, self.pending):
+            front = max((place for place in used if place < start), default=None)
+            if front is None:
+                continue
+            block = used[front]
+            if front + blocks.size[block] != start or blocks.owner[block] != owner or blocks.born[block] == BEFORE:
+                continue
+            self.forced[blocks.born[block]] = address - front
+            self.revised += 1
+            blocks.size[block] = address - front
+            del self.free[start]
+            self.free_ends[start + room] = address
+            return start + room - address, owner
+        return None

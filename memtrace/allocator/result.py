@@ -1,0 +1,159 @@
+"""What a replay gives: every block's lifetime, the segments' extents, and the changes of the split counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memtrace.allocator.exact import ChangeLog, Run
+from memtrace.allocator.memory_map import MemoryMap
+from memtrace.allocator.sizes import AllocatorSettings
+from memtrace.model import Notice
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lifetimes:
+    """One row a block. Events are indices: `born` -1 is before the recording, `died` = events is still alive.
+
+    `freed` is when the program gave it back, `died` when it could be used again (they differ while a stream still
+    uses it). `size` and `requested` in bytes; `slack_bound`: `size` may be up to this much more (spec 5.4).
+    `span` is the row of its segment in `Spans`, -1 in expandable memory (look it up by address).
+    """
+
+    address: NDArray[np.uint64]
+    size: NDArray[np.int64]
+    requested: NDArray[np.int64]
+    born: NDArray[np.int64]
+    freed: NDArray[np.int64]
+    died: NDArray[np.int64]
+    stack: NDArray[np.int32]
+    stream: NDArray[np.uint64]
+    large: NDArray[np.bool_]
+    span: NDArray[np.int32]
+    slack_bound: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    def active_at(self, event: int) -> NDArray[np.bool_]:
+        """Rows in use or pending after `event` (-1: before the first)."""
+        return (self.born <= event) & (event < self.died)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """Memory taken from the driver: one row per extent of a segment or of an expandable range, from born to died."""
+
+    address: NDArray[np.uint64]
+    size: NDArray[np.int64]
+    large: NDArray[np.bool_]
+    stream: NDArray[np.uint64]
+    pool: NDArray[np.int32]
+    expandable: NDArray[np.bool_]
+    stack: NDArray[np.int32]
+    born: NDArray[np.int64]
+    died: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    def alive_at(self, event: int) -> NDArray[np.bool_]:
+        """Rows held after `event`."""
+        return (self.born <= event) & (event < self.died)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Changes:
+    """Changes of a count and of bytes at events (-1: the state before), in the large pool or the small."""
+
+    event: NDArray[np.int64]
+    count: NDArray[np.int64]
+    bytes: NDArray[np.int64]
+    large: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Something the allocator cannot have done. `event` None: the trace against the final map."""
+
+    event: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """One device replayed. `events` is the number of events replayed (a one-event trace counts as none).
+
+    `complete`: began with nothing allocated and lost nothing. `lost_events_at_least`: how many events must have
+    come before, by what was there at the start.
+    """
+
+    device: int
+    events: int
+    complete: bool
+    conflicts: tuple[Conflict, ...]
+    lost_events_at_least: int
+    lifetimes: Lifetimes
+    spans: Spans
+    splits: Changes
+    segments: Changes
+    settings: AllocatorSettings
+    notices: tuple[Notice, ...]
+
+    def noting(self, notices: tuple[Notice, ...]) -> Replay:
+        """The same replay with these notices."""
+        return replace(self, notices=notices)
+
+
+def lifetimes_of(run: Run) -> Lifetimes:
+    """The blocks of a run as columns, in order of birth."""
+    log = run.blocks
+    owner = np.array(log.owner, np.int64)
+    large = np.array(run.owner_large, np.bool_)
+    span = np.array(run.owner_span, np.int32)
+    return Lifetimes(
+        address=np.array(log.address, np.uint64),
+        size=np.array(log.size, np.int64),
+        requested=np.array(log.requested, np.int64),
+        born=np.array(log.born, np.int64),
+        freed=np.array(log.freed, np.int64),
+        died=np.array(log.died, np.int64),
+        stack=np.array(log.stack, np.int32),
+        stream=np.array(log.stream, np.uint64),
+        large=large[owner] if len(owner) else np.zeros(0, np.bool_),
+        span=span[owner] if len(owner) else np.zeros(0, np.int32),
+        slack_bound=np.array(log.slack_bound, np.int64),
+    )
+
+
+def spans_of(run: Run, at_end: MemoryMap, still: int) -> Spans:
+    """The spans of a run; where no event said which private pool, the final map does for those that live to the end."""
+    log = run.spans
+    pool = list(log.pool)
+    final_pool = {item.start: item.pool for item in at_end.ranges}
+    for index, died in enumerate(log.died):
+        if pool[index] < 0 and died == still:
+            pool[index] = final_pool.get(log.address[index], pool[index])
+    return Spans(
+        address=np.array(log.address, np.uint64),
+        size=np.array(log.size, np.int64),
+        large=np.array(log.large, np.bool_),
+        stream=np.array(log.stream, np.uint64),
+        pool=np.array(pool, np.int32),
+        expandable=np.array(log.expandable, np.bool_),
+        stack=np.array(log.stack, np.int32),
+        born=np.array(log.born, np.int64),
+        died=np.array(log.died, np.int64),
+    )
+
+
+def changes_of(log: ChangeLog) -> Changes:
+    """A change log as columns."""
+    return Changes(
+        np.array(log.event, np.int64),
+        np.array(log.count, np.int64),
+        np.array(log.bytes, np.int64),
+        np.array(log.large, np.bool_),
+    )

@@ -1,0 +1,219 @@
+"""What a trace alone supports when it contradicts itself or the final map: every allocation and free it shows.
+
+Nothing is placed or split: an allocation has its rounded size, a free without an allocation frees a block from
+before the recording, and an allocation over a block still in use ends that block (its free was not seen). Each
+event that does not fit counts as a conflict. Memory in no known segment is its own segment, so that sums hold.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from memtrace.allocator.exact import BEFORE, BlockLog, ChangeLog, Run, SpanLog
+from memtrace.allocator.memory_map import MemoryMap, Range, RangeSet
+from memtrace.allocator.sizes import SMALL_REQUEST, SMALL_SEGMENT
+from memtrace.allocator.stream import FREE, Events
+from memtrace.model import Action
+from memtrace.model.stacks import NOT_RECORDED
+
+_MADE = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
+_GONE = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
+
+
+def replay_trace_alone(events: Events) -> tuple[Run, list[tuple[int, str]]]:
+    """The run, and the events that do not fit with the reason for each."""
+    walk = _Walk(events)
+    for event in range(len(events)):
+        walk.step(event)
+    return walk.finish(), walk.conflicts
+
+
+class _Walk:
+    def __init__(self, events: Events) -> None:
+        self.events = events
+        self.still = len(events)
+        self.conflicts: list[tuple[int, str]] = []
+        self.blocks, self.spans, self.segments = BlockLog(), SpanLog(), ChangeLog()
+        self.span_of_block: list[int] = []
+        self.large_of_block: list[bool] = []
+        self.live: dict[int, int] = {}
+        self.pending: dict[int, int] = {}
+        self.seen: set[int] = set()
+        self.starts: list[int] = []
+        self.ranges = RangeSet([])
+        for item in _ranges_before(events):
+            self._add_range(item, BEFORE)
+
+    def step(self, event: int) -> None:
+        events = self.events
+        action, address, size = events.action[event], events.addr[event], events.size[event]
+        if action == Action.ALLOC:
+            self._end_overlapped(event, address, events.rounded[event])
+            self._begin(event, event, events.stack[event])
+            self.seen.add(address)
+        elif action == Action.FREE_REQUESTED:
+            block = self.live.pop(address, None)
+            if block is None:
+                block = self._from_before(event)
+                if block is None:
+                    return
+                del self.live[address]
+            self.pending[address] = block
+            self.blocks.freed[block] = event
+        elif action in (Action.FREE_COMPLETED, FREE):
+            self._complete(event, address)
+        elif action in _MADE:
+            self._make_range(event, address, size)
+        elif action in _GONE:
+            self._drop_range(event, address, size)
+
+    def finish(self) -> Run:
+        """Owners are one per block here: each block knows its own pool and segment."""
+        count = len(self.blocks.address)
+        self.blocks.owner[:] = range(count)
+        return Run(
+            self.blocks, self.spans, ChangeLog(), self.segments, self.large_of_block, self.span_of_block,
+            MemoryMap(), {},
+        )  # fmt: skip
+
+    def _complete(self, event: int, address: int) -> None:
+        block = self.pending.pop(address, None)
+        if block is not None:
+            self._end(event, address, block)
+            return
+        block = self.live.pop(address, None)
+        if block is None:
+            block = self._from_before(event)
+            if block is None:
+                return
+            del self.live[address]
+        self.blocks.freed[block] = event
+        self._end(event, address, block)
+
+    def _from_before(self, event: int) -> int | None:
+        """A block that is freed and was not seen allocated: from before the recording, unless memory says otherwise."""
+        address, size = self.events.addr[event], self.events.rounded[event]
+        if address in self.seen or self._overlapped(address, size):
+            self.conflicts.append((event, "a block is freed that is not in use"))
+            return None
+        self.seen.add(address)
+        return self._begin(event, BEFORE, NOT_RECORDED)
+
+    def _begin(self, event: int, born: int, stack: int) -> int:
+        events, log = self.events, self.blocks
+        address, size = events.addr[event], events.rounded[event]
+        large = size > SMALL_REQUEST
+        home = self.ranges.containing(address)
+        if home is not None and address + size <= home.end:
+            span = -1 if home.expandable else home.span
+            large = home.large
+        else:
+            item = Range(address, size, large, events.stream[event], events.pool_of(event), expandable=False)
+            span = self.spans.add(item, born, self.still)
+            self.segments.add(born, 0, size, large)
+        log.address.append(address)
+        log.size.append(size)
+        log.requested.append(events.size[event])
+        log.born.append(born)
+        log.freed.append(self.still)
+        log.died.append(self.still)
+        log.owner.append(-1)
+        log.stack.append(stack)
+        log.stream.append(events.stream[event])
+        log.slack_bound.append(0)
+        block = len(log.address) - 1
+        self.span_of_block.append(span)
+        self.large_of_block.append(large)
+        self.live[address] = block
+        insort(self.starts, address)
+        return block
+
+    def _end(self, event: int, address: int, block: int) -> None:
+        del self.starts[bisect_left(self.starts, address)]
+        self.blocks.died[block] = event
+        span = self.span_of_block[block]
+        home = self.ranges.containing(address)
+        if span >= 0 and (home is None or home.span != span) and self.spans.died[span] == self.still:
+            self.spans.died[span] = event
+            self.segments.add(event, 0, -self.spans.size[span], self.spans.large[span])
+
+    def _overlapped(self, address: int, size: int) -> list[int]:
+        """Addresses of blocks in use (or pending) that touch [address, address + size)."""
+        index = bisect_left(self.starts, address)
+        found = []
+        if index:
+            start = self.starts[index - 1]
+            if start + self.blocks.size[self._block_at(start)] > address:
+                found.append(start)
+        while index < len(self.starts) and self.starts[index] < address + size:
+            found.append(self.starts[index])
+            index += 1
+        return found
+
+    def _block_at(self, address: int) -> int:
+        return self.live[address] if address in self.live else self.pending[address]
+
+    def _end_overlapped(self, event: int, address: int, size: int) -> None:
+        for start in self._overlapped(address, size):
+            self.conflicts.append((event, "memory is handed out that is still in use"))
+            block = self.live.pop(start, None)
+            if block is not None:
+                self.blocks.freed[block] = event
+            else:
+                block = self.pending.pop(start)
+            self._end(event, start, block)
+
+    def _make_range(self, event: int, address: int, size: int) -> None:
+        if size == 0 or not self.ranges.is_clear(address, size):
+            self.conflicts.append((event, "a segment is made where another one lies"))
+            return
+        self._end_overlapped(event, address, size)
+        self._add_range(_range_of(self.events, event), event)
+
+    def _add_range(self, item: Range, event: int) -> None:
+        if item.expandable:
+            item.owner = 2 * item.stream + item.large
+            whole, joined = self.ranges.add_mapped(item)
+            for part in joined:
+                self.spans.died[part.span] = event
+        else:
+            self.ranges.add(item)
+            whole = item
+        whole.span = self.spans.add(whole, event, self.still)
+        self.segments.add(event, 0 if item.expandable else 1, item.size, item.large)
+
+    def _drop_range(self, event: int, address: int, size: int) -> None:
+        item = self.ranges.containing(address)
+        if item is None or size == 0 or address + size > item.end:
+            self.conflicts.append((event, "a segment is released that is not there"))
+            return
+        self._end_overlapped(event, address, size)
+        self.spans.died[item.span] = event
+        for rest in self.ranges.cut(item, address, size):
+            rest.span = self.spans.add(rest, event, self.still)
+        self.segments.add(event, 0 if item.expandable else -1, -size, item.large)
+
+
+def _range_of(events: Events, event: int) -> Range:
+    expandable = events.action[event] in (Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
+    size = events.size[event]
+    return Range(
+        events.addr[event], size, size != SMALL_SEGMENT, events.stream[event], events.pool_of(event), expandable,
+        events.stack[event] if events.action[event] in _MADE else NOT_RECORDED,
+    )  # fmt: skip
+
+
+def _ranges_before(events: Events) -> list[Range]:
+    """Segments that are released without having been made in the recording: they were there before it."""
+    made, before = RangeSet([]), RangeSet([])
+    for event, action in enumerate(events.action):
+        address, size = events.addr[event], events.size[event]
+        if action in _MADE and size and made.is_clear(address, size):
+            made.add(_range_of(events, event))
+        elif action in _GONE and size:
+            inside = made.containing(address)
+            if inside is not None and address + size <= inside.end:
+                made.cut(inside, address, size)
+            elif made.is_clear(address, size) and before.is_clear(address, size):
+                before.add(_range_of(events, event))
+    return list(before)

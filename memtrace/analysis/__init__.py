@@ -1,0 +1,1 @@
+"""Answers: pure functions from a replayed snapshot to small frozen dataclasses. Nothing here prints."""

@@ -1,0 +1,250 @@
+"""Who owns the bytes at one moment, grouped. The rows sum to torch's counter, always."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memtrace.allocator import Replay
+from memtrace.analysis.frames import ShownStacks
+from memtrace.analysis.holdings import NO_BLOCK, Holdings, holdings_at
+from memtrace.attribution import CATEGORIES, CONFIDENCE, LABELS, REASON_TEXT, Attribution, Reason
+from memtrace.model import Frame, SnapshotData, StackTable
+from memtrace.model.stacks import NOT_RECORDED
+from memtrace.units import format_bytes
+
+By = Literal["category", "stack", "frame", "file", "stream", "block", "tree"]
+_ALLOCATOR_KEYS = -(1 << 32)
+BYS = ("category", "stack", "frame", "file", "stream", "block", "tree")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFacts:
+    """What `--by block` adds: addresses and sizes in bytes, events as indices (-1: before the recording)."""
+
+    address: int
+    size: int
+    requested: int
+    born: int
+    freed: int
+    died: int
+    stream: int
+    pool: str
+    segment: int | None
+    before_recording: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One group. `key` is the group's name where it has one of its own (file, frame, stream); `category` is the one
+    with most bytes; `stack` the heaviest, as an id of `Blame.stacks` (-1: none); `dominator` the innermost frame
+    that all bytes of the group pass through, if there is one."""
+
+    key: str | None
+    bytes: int
+    blocks: int
+    category: str
+    label: str
+    confidence: str
+    stack: int
+    dominator: Frame | None
+    block: BlockFacts | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blame:
+    """Rows, largest first, that sum to `total_bytes`: the counter `of` after `event`."""
+
+    device: int
+    event: int
+    events: int
+    time_us: int | None
+    first_us: int | None
+    of: str
+    by: str
+    total_bytes: int
+    slack_bound: int
+    rows: tuple[Row, ...]
+    stacks: StackTable
+
+    def __repr__(self) -> str:
+        rows = "".join(
+            f"\n  {format_bytes(row.bytes):>12}  {row.blocks:>6} blocks  {row.key or row.category}  {row.label}"
+            for row in self.rows[:8]
+        )
+        more = f"\n  ... {len(self.rows) - 8} more" if len(self.rows) > 8 else ""
+        return f"Blame({format_bytes(self.total_bytes)} {self.of} after event {self.event}, by {self.by}){rows}{more}"
+
+
+def blame_at(
+    data: SnapshotData, replay: Replay, attribution: Attribution, shown: ShownStacks, *, event: int, of: str, by: str
+) -> Blame:
+    """Who owns the bytes of counter `of` after `event`, grouped `by` one of `BYS` (`tree`: by call path)."""
+    held = holdings_at(replay, attribution, event, of)
+    groups = _Groups(held, shown, replay)
+    labels = _group_keys(held, shown, by)
+    rows = [groups.row(members, by) for members in _members(labels)]
+    rows.sort(key=lambda row: (-row.bytes, row.key or "", row.category, row.stack))
+    times = data.trace(replay.device).time_us
+    known = times is not None and len(times) > 0
+    unsure = replay.lifetimes.slack_bound[held.block[held.block != NO_BLOCK]] if of != "requested" else None
+    return Blame(
+        device=replay.device,
+        event=event,
+        events=replay.events,
+        time_us=int(times[event]) if times is not None and 0 <= event < len(times) else None,
+        first_us=int(times[0]) if times is not None and known else None,
+        of=of,
+        by=by,
+        total_bytes=held.total,
+        slack_bound=0 if unsure is None or of == "reserved" else int(unsure.sum()),
+        rows=tuple(rows),
+        stacks=shown.table,
+    )
+
+
+def _group_keys(held: Holdings, shown: ShownStacks, by: str) -> NDArray[np.int64]:
+    """One integer per row of `held`, equal within a group. The allocator's own rows stay apart, one group each."""
+    count = len(held)
+    if by == "block":
+        return np.arange(count)
+    own = held.block == NO_BLOCK
+    if by == "category":
+        keys = held.category.astype(np.int64)
+    elif by == "stream":
+        keys = np.unique(held.stream, return_inverse=True)[1].astype(np.int64)
+    else:
+        stack = held.stack.astype(np.int64)
+        row = np.where(stack == NOT_RECORDED, NOT_RECORDED, shown.shown[stack] if len(shown.shown) else NOT_RECORDED)
+        keys = row if by in ("stack", "tree") else _frame_keys(row, shown, by)
+        # without a frame to group by, blocks stay together by what is known of them
+        keys = np.where(row == NOT_RECORDED, -1 - held.category.astype(np.int64) * len(Reason) - held.reason, keys)
+    return np.where(own, _ALLOCATOR_KEYS - held.category.astype(np.int64), keys)
+
+
+def _frame_keys(row: NDArray[np.int64], shown: ShownStacks, by: str) -> NDArray[np.int64]:
+    if not len(shown.own):
+        return row
+    frame = shown.own[row].astype(np.int64)
+    return frame if by == "frame" else shown.table.filename[frame].astype(np.int64)
+
+
+def _members(keys: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Row numbers of each group."""
+    if not len(keys):
+        return []
+    order = np.argsort(keys, kind="stable")
+    cuts = np.flatnonzero(np.diff(keys[order])) + 1
+    return np.split(order, cuts)
+
+
+class _Groups:
+    """Makes one `Row` of the rows of a group."""
+
+    def __init__(self, held: Holdings, shown: ShownStacks, replay: Replay) -> None:
+        self.held = held
+        self.shown = shown
+        self.replay = replay
+        self.segments = _SegmentLookup(replay)
+
+    def row(self, members: NDArray[np.int64], by: str) -> Row:
+        held, shown = self.held, self.shown
+        size = held.bytes[members]
+        category = _heaviest(held.category[members], size)
+        stacks = held.stack[members]
+        # a mixed group shows a call site where it has one
+        framed = np.fromiter((shown.row(stack) != NOT_RECORDED for stack in stacks.tolist()), np.bool_, len(stacks))
+        heaviest = _heaviest(stacks[framed], size[framed]) if framed.any() else NOT_RECORDED
+        top = shown.row(heaviest)
+        is_block = bool(held.block[members[0]] != NO_BLOCK)
+        return Row(
+            key=self._key(members, by) if is_block else None,
+            bytes=int(size.sum()),
+            blocks=len(members) if is_block else 0,
+            category=CATEGORIES[category],
+            label=self._label(members, category),
+            confidence=CONFIDENCE[int(held.confidence[members].max())],
+            stack=top,
+            dominator=self._dominator(stacks),
+            block=self._facts(int(held.block[members[0]])) if by == "block" and is_block else None,
+        )
+
+    def _key(self, members: NDArray[np.int64], by: str) -> str | None:
+        first = members[0]
+        if by == "stream":
+            return str(int(self.held.stream[first]))
+        row = self.shown.row(int(self.held.stack[first]))
+        if by not in ("frame", "file") or row == NOT_RECORDED:
+            return None
+        frame = self.shown.table.frame(int(self.shown.own[row]))
+        return frame.filename if by == "file" else f"{frame.filename}:{frame.line} {frame.name}"
+
+    def _label(self, members: NDArray[np.int64], category: int) -> str:
+        """The category's label; of undecided blocks, why: with bytes for each reason if there are several."""
+        name = CATEGORIES[category]
+        inside = members[self.held.category[members] == category]
+        reason, size = self.held.reason[inside], self.held.bytes[inside]
+        if name != "unknown":
+            return LABELS[name]
+        sums = [(int(size[reason == code].sum()), int(code)) for code in np.unique(reason)]
+        if len(sums) == 1:
+            return REASON_TEXT[Reason(sums[0][1])]
+        return ", ".join(
+            f"{REASON_TEXT[Reason(code)]} {format_bytes(part)}" for part, code in sorted(sums, reverse=True)
+        )
+
+    def _dominator(self, stacks: NDArray[np.int32]) -> Frame | None:
+        """The innermost frame that is in every one of the stacks."""
+        rows = [self.shown.row(stack) for stack in np.unique(stacks).tolist()]
+        if NOT_RECORDED in rows:
+            return None
+        table = self.shown.table
+        common = set(table.ids(rows[0]).tolist())
+        for row in rows[1:]:
+            common.intersection_update(table.ids(row).tolist())
+            if not common:
+                return None
+        return next(table.frame(frame) for frame in table.ids(rows[0]).tolist() if frame in common)
+
+    def _facts(self, block: int) -> BlockFacts:
+        blocks = self.replay.lifetimes
+        return BlockFacts(
+            address=int(blocks.address[block]),
+            size=int(blocks.size[block]),
+            requested=int(blocks.requested[block]),
+            born=int(blocks.born[block]),
+            freed=int(blocks.freed[block]),
+            died=int(blocks.died[block]),
+            stream=int(blocks.stream[block]),
+            pool="large" if blocks.large[block] else "small",
+            segment=self.segments.address(block),
+            before_recording=bool(blocks.born[block] < 0),
+        )
+
+
+class _SegmentLookup:
+    """Address of the segment a block lies in; in expandable memory, of the mapped range when it was born."""
+
+    def __init__(self, replay: Replay) -> None:
+        self.replay = replay
+
+    def address(self, block: int) -> int | None:
+        blocks, spans = self.replay.lifetimes, self.replay.spans
+        if blocks.span[block] >= 0:
+            return int(spans.address[blocks.span[block]])
+        address, born = blocks.address[block], int(blocks.born[block])
+        inside = spans.expandable & spans.alive_at(born) & (spans.address <= address)
+        inside &= address < spans.address + spans.size.astype(np.uint64)
+        found = np.flatnonzero(inside)
+        return int(spans.address[found[0]]) if len(found) else None
+
+
+def _heaviest(values: NDArray[np.generic], size: NDArray[np.int64]) -> int:
+    """The value with most bytes."""
+    distinct, inverse = np.unique(values, return_inverse=True)
+    sums = np.zeros(len(distinct), np.int64)
+    np.add.at(sums, inverse, size)
+    return int(distinct[sums.argmax()])

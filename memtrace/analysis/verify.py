@@ -1,0 +1,121 @@
+"""Our counters against torch's own (contract.md, `verify --truth`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from memtrace.allocator import COUNTERS, POOLS, Replay, stats
+from memtrace.allocator.counters import Column, each_series
+from memtrace.errors import SourceError
+from memtrace.model import SnapshotData
+
+KINDS = ("current", "peak", "allocated", "freed")
+TOTALS = ("num_device_alloc", "num_device_free", "num_ooms")
+NAMES = (
+    *(f"{counter}.{pool}.{kind}" for counter in COUNTERS for pool in POOLS for kind in KINDS),
+    *TOTALS,
+)
+"""The 111 numbers that are compared."""
+
+
+class BadTruthError(SourceError):
+    """The truth file cannot be compared with."""
+
+    code = "bad-truth"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One number that is not equal, and why: `difference`, `reset` or `before_window`."""
+
+    name: str
+    ours: int
+    truth: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One device held against itself and, with a truth, against torch. `reset_events` are the first and last event
+    at which one reset of all peaks explains every peak in the truth."""
+
+    device: int
+    events: int
+    complete: bool
+    conflicts: int
+    stats: dict[str, int]
+    compared: int
+    equal: int
+    reset_events: tuple[int, int] | None
+    different: tuple[Difference, ...]
+
+    @property
+    def failed(self) -> bool:
+        return self.conflicts > 0 or any(item.why == "difference" for item in self.different)
+
+
+def verify(data: SnapshotData, replay: Replay, truth: Mapping[str, object] | None = None) -> Verdict:
+    """The verdict on one device; `truth` is `torch.cuda.memory_stats()` of when the snapshot was taken.
+
+    Raises BadTruthError when the truth misses one of the numbers that must be compared.
+    """
+    ours = stats(replay, data.trace(replay.device))
+    names = [] if truth is None else [name for name in NAMES if name in ours]
+    theirs = {} if truth is None else {name: _number(truth, name) for name in names}
+    unequal = [name for name in names if ours[name] != theirs[name]]
+    reset = _reset_events(replay, theirs) if any(name.endswith(".peak") for name in unequal) else None
+    if any(not name.endswith(".peak") for name in unequal):
+        reset = None  # a reset is believed only when everything else is equal
+    different = tuple(
+        Difference(name, ours[name], theirs[name], _why(name, ours[name], theirs[name], replay.complete, reset))
+        for name in unequal
+    )
+    return Verdict(
+        device=replay.device,
+        events=replay.events,
+        complete=replay.complete,
+        conflicts=len(replay.conflicts),
+        stats=ours,
+        compared=len(names),
+        equal=len(names) - len(unequal),
+        reset_events=reset,
+        different=different,
+    )
+
+
+def _number(truth: Mapping[str, object], name: str) -> int:
+    value = truth.get(name)
+    if type(value) is not int:
+        raise BadTruthError(
+            f"the truth has no integer {name!r}", hint="Save torch.cuda.memory_stats() under the key 'stats' as JSON."
+        )
+    return value
+
+
+def _why(name: str, ours: int, truth: int, complete: bool, reset: tuple[int, int] | None) -> str:
+    if not name.endswith(".peak"):
+        return "difference"
+    if reset is not None:
+        return "reset"
+    return "before_window" if not complete and truth > ours else "difference"
+
+
+def _reset_events(replay: Replay, truth: Mapping[str, int]) -> tuple[int, int] | None:
+    """First and last event after which one reset gives exactly the peaks of the truth, for every counter at once."""
+    first, last = 0, replay.events - 1
+    for name, delta in each_series(replay):
+        found = _events_with_peak(np.cumsum(delta)[1:], truth[f"{name}.peak"])
+        if found is None:
+            return None
+        first, last = max(first, found[0]), min(last, found[1])
+    return (first, last) if first <= last else None
+
+
+def _events_with_peak(values: Column, peak: int) -> tuple[int, int] | None:
+    """The events r for which the highest value from r on is `peak`: always one run of events."""
+    highest_from = np.maximum.accumulate(values[::-1])[::-1]
+    found = np.flatnonzero(highest_from == peak)
+    return (int(found[0]), int(found[-1])) if len(found) else None

@@ -1,0 +1,227 @@
+"""The facade: open a snapshot, ask who owns its memory.
+
+    snapshot = memtrace.load("fixtures/mlp-adamw.pickle.xz")
+    snapshot.peak()                       # when, and how many bytes
+    snapshot.blame(at="peak", by="stack") # who
+    snapshot.replay().lifetimes           # every block, as numpy columns
+
+Everything here is cached on first use; nothing changes the snapshot.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from memtrace.allocator import COUNTERS, POOLS, Replay, replay, series
+from memtrace.analysis import moment
+from memtrace.analysis.blame import BYS, Blame, blame_at
+from memtrace.analysis.frames import ShownStacks, shown_stacks
+from memtrace.analysis.info import DeviceInfo, device_info
+from memtrace.analysis.tree import CallTree, call_tree
+from memtrace.analysis.verify import Verdict, verify
+from memtrace.attribution import CATEGORIES, Attribution, attribute
+from memtrace.errors import MissingExtraError, QuestionError
+from memtrace.io import recording
+from memtrace.io.read import Progress, read_snapshot
+from memtrace.io.recording import RankFile
+from memtrace.io.source import DEFAULT_MAX_BYTES
+from memtrace.model import Notice, SnapshotData
+from memtrace.units import format_bytes, plural
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The first moment at which a counter was highest. `event` -1: the state before the first event."""
+
+    of: str
+    bytes: int
+    event: int
+    time_us: int | None
+
+    def __repr__(self) -> str:
+        return f"Peak({format_bytes(self.bytes)} {self.of} after event {self.event})"
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    rank: int | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    progress: Progress | None = None,
+) -> Snapshot:
+    """Opens a snapshot: a pickle of any torch release (plain, .gz, .xz, .zst, torch's plot HTML), or a recording.
+
+    A directory is a recording: `rank` chooses in it (default: the rank with the highest peak). `max_bytes` bounds
+    the uncompressed size; `progress(done, total)` hears about bytes read. Raises a `memtrace.errors.SourceError`
+    that says what is wrong with the input. Nothing in a file is ever run.
+
+    >>> load("fixtures/mlp-adamw.pickle.xz").peak()
+    Peak(545.23 MiB allocated after event 192)
+    """
+    source: RankFile | None = None
+    if str(path) != "-" and Path(path).is_dir():
+        source = recording.choose(Path(path), rank)
+        path = source.path
+    elif rank is not None:
+        raise QuestionError("--rank chooses in a recording, and this is one file", hint="Leave --rank out.")
+    return Snapshot(read_snapshot(path, max_bytes=max_bytes, progress=progress), recording=source)
+
+
+class Snapshot:
+    """One snapshot file, replayed on demand. Bytes are ints, events are indices, times microseconds since 1970."""
+
+    def __init__(self, data: SnapshotData, *, recording: RankFile | None = None) -> None:
+        self.data = data
+        self.recording = recording
+        self._replays: dict[int, Replay] = {}
+        self._attributions: dict[int, Attribution] = {}
+
+    def __repr__(self) -> str:
+        device = self.default_device
+        if device is None:
+            return f"Snapshot({self.data.path!r}: {self.data.torch}, empty)"
+        peak = self.peak(device=device)
+        events = plural(sum(len(trace) for trace in self.data.traces), "event")
+        more = f" on {plural(len(self.devices), 'device')}" if len(self.devices) > 1 else ""
+        return (
+            f"Snapshot({self.data.path!r}: {self.data.torch}, {events}{more}, "
+            f"peak {format_bytes(peak.bytes)} allocated after event {peak.event} of device {device})"
+        )
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Ordinals of the devices that have events or segments."""
+        return self.data.devices
+
+    @cached_property
+    def default_device(self) -> int | None:
+        """The device with the highest allocated peak; None in an empty snapshot."""
+        if len(self.devices) < 2:
+            return self.devices[0] if self.devices else None
+        return max(self.devices, key=lambda device: (self.peak(device=device).bytes, -device))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every device's trace begins before its first allocation and lost nothing."""
+        return all(self.replay(device).complete for device in self.devices)
+
+    def notices(self, device: int | None = None) -> tuple[Notice, ...]:
+        """What to know before trusting an answer: of the file, and of one device."""
+        return (*self.replay(device).notices, *self.data.notices)
+
+    def replay(self, device: int | None = None) -> Replay:
+        """Block lifetimes and counters of one device (default: the one with the highest peak)."""
+        chosen = self._device(device)
+        if chosen not in self._replays:
+            self._replays[chosen] = replay(self.data, chosen)
+        return self._replays[chosen]
+
+    def series(
+        self, counter: str = "allocated_bytes", pool: str = "all", device: int | None = None
+    ) -> NDArray[np.int64]:
+        """One of torch's counters over time: entry 0 before the first event, entry e + 1 after event e."""
+        if counter not in COUNTERS:
+            raise QuestionError.unknown("counter", counter, COUNTERS)
+        if pool not in POOLS:
+            raise QuestionError.unknown("pool", pool, POOLS)
+        return series(self.replay(device), counter, pool)
+
+    def peak(self, of: str = "allocated", device: int | None = None) -> Peak:
+        """The highest value of `of` (allocated, reserved, requested, active) in bytes, and when it was."""
+        values = self.series(_counter(of), device=device)
+        event = int(values.argmax()) - 1
+        times = self.data.trace(self._device(device)).time_us
+        time_us = int(times[event]) if times is not None and event >= 0 else None
+        return Peak(of, int(values.max()), event, time_us)
+
+    def event(self, at: str | int = "peak", of: str = "allocated", device: int | None = None) -> int:
+        """The event index that `at` names: peak, end, oom, an event number, or a time such as `1.42s`."""
+        _counter(of)
+        chosen = self._device(device)
+        return moment.event_at(str(at), of, self.replay(chosen), self.data.trace(chosen))
+
+    def blame(
+        self,
+        at: str | int = "peak",
+        of: str = "allocated",
+        by: str = "category",
+        device: int | None = None,
+        *,
+        cpp: bool = False,
+    ) -> Blame:
+        """Who owns the bytes of counter `of` at a moment; the rows sum to it. `cpp` keeps C++ frames apart.
+
+        >>> blame = load("fixtures/mlp-adamw.pickle.xz").blame(by="file")
+        >>> sum(row.bytes for row in blame.rows) == blame.total_bytes
+        True
+        """
+        if by not in BYS:
+            raise QuestionError.unknown("grouping", by, BYS)
+        chosen = self._device(device)
+        event = self.event(at, of, chosen)
+        shown = self._shown_with_cpp if cpp else self._shown
+        return blame_at(
+            self.data, self.replay(chosen), self._attribution(chosen), shown, event=event, of=of, by=by
+        )  # fmt: skip
+
+    def tree(self, at: str | int = "peak", of: str = "allocated", device: int | None = None) -> CallTree:
+        """The call tree of a moment: a networkx DiGraph of frames with edges weighted in bytes."""
+        return call_tree(self.blame(at, of, "tree", device))
+
+    def verify(self, truth: Mapping[str, object] | None = None, device: int | None = None) -> Verdict:
+        """The replay held against itself, and against `torch.cuda.memory_stats()` of the same moment if given."""
+        return verify(self.data, self.replay(device), truth)
+
+    def info(self, device: int | None = None) -> DeviceInfo:
+        """One page about a device."""
+        return device_info(self.data, self.replay(device))
+
+    def to_pandas(self, device: int | None = None) -> Any:
+        """Every block of a device as a pandas DataFrame. Raises MissingExtraError without pandas."""
+        try:
+            import pandas as pd  # type: ignore[import-untyped, unused-ignore]
+        except ImportError as error:
+            raise MissingExtraError("to_pandas() needs pandas", hint="pip install pandas") from error
+        chosen = self._device(device)
+        blocks = self.replay(chosen).lifetimes
+        columns = {name: getattr(blocks, name) for name in blocks.__slots__ if name not in ("large", "span")}
+        pool = np.where(blocks.large, "large", "small")
+        category = np.array(CATEGORIES)[self._attribution(chosen).category]
+        return pd.DataFrame({**columns, "pool": pool, "category": category})
+
+    @cached_property
+    def _shown(self) -> ShownStacks:
+        return shown_stacks(self.data.stacks)
+
+    @cached_property
+    def _shown_with_cpp(self) -> ShownStacks:
+        return shown_stacks(self.data.stacks, cpp=True)
+
+    def _attribution(self, device: int) -> Attribution:
+        if device not in self._attributions:
+            self._attributions[device] = attribute(self.replay(device).lifetimes, self.data.stacks)
+        return self._attributions[device]
+
+    def _device(self, device: int | None) -> int:
+        chosen = self.default_device if device is None else device
+        if chosen is None:
+            raise QuestionError("the snapshot is empty: no device has events or segments")
+        if chosen not in self.devices:
+            raise QuestionError.unknown("device", str(chosen), self.devices)
+        return chosen
+
+
+def _counter(of: str) -> str:
+    if of not in moment.COUNTER:
+        raise QuestionError.unknown("size", of, moment.COUNTER)
+    return moment.COUNTER[of]

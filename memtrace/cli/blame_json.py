@@ -1,0 +1,89 @@
+"""The JSON document of `memtrace blame` (contract.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from memtrace.analysis.blame import Blame, Row
+from memtrace.analysis.tree import ROOT, CallTree, call_tree, children
+from memtrace.api import Snapshot
+from memtrace.cli import output
+from memtrace.model import Frame, Notice
+
+
+def write(opened: Snapshot, answer: Blame, notices: Iterable[Notice]) -> None:
+    """Prints the document."""
+    data: dict[str, Any] = {
+        "device": answer.device,
+        "event": answer.event,
+        "time_us": answer.time_us,
+        "phase": None,
+        "step": None,
+        "of": answer.of,
+        "total_bytes": answer.total_bytes,
+        "bound_bytes": answer.slack_bound,
+        "by": answer.by,
+        "rows": [_json_row(answer, row) for row in answer.rows],
+    }
+    if answer.by == "tree":
+        tree = call_tree(answer)
+        data["dominator"] = _json_frame(tree.dominator)
+        data["heaviest_path"] = [_json_frame(frame) for frame in tree.heaviest]
+        data["tree"] = output.Nested(_tree_fragments(tree))
+    output.write_document("blame", output.snapshot_facts(opened, answer.device), data, notices)
+
+
+def _json_row(answer: Blame, row: Row) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "key": row.key,
+        "bytes": row.bytes,
+        "blocks": row.blocks,
+        "category": row.category,
+        "label": row.label,
+        "confidence": row.confidence,
+        "stack": [_json_frame(frame) for frame in answer.stacks.frames(row.stack)],
+        "dominator": _json_frame(row.dominator),
+        "evidence": None,
+    }
+    if row.block is not None:
+        block = row.block
+        fields |= {
+            "address": block.address,
+            "size": block.size,
+            "requested": block.requested,
+            "born": block.born,
+            "freed": block.freed,
+            "died": block.died,
+            "stream": block.stream,
+            "pool": block.pool,
+            "segment": block.segment,
+            "phase": None,
+            "step": None,
+            "module": None,
+            "before_recording": block.before_recording,
+        }
+    return fields
+
+
+def _json_frame(frame: Frame | None) -> dict[str, Any] | None:
+    return None if frame is None else {"filename": frame.filename, "line": frame.line, "name": frame.name}
+
+
+def _tree_fragments(tree: CallTree) -> Iterator[str]:
+    """The nested nodes as JSON text, without recursion: stacks can be deeper than a recursive encoder bears."""
+    stack: list[tuple[int, bool] | None] = [(ROOT, True)]
+    while stack:
+        item = stack.pop()
+        if item is None:
+            yield "]}"
+            continue
+        node, first = item
+        facts = tree.graph.nodes[node]
+        yield "" if first else ", "
+        yield f'{{"frame": {json.dumps(_json_frame(facts["frame"]))}, "bytes": {facts["bytes"]}, '
+        yield f'"self_bytes": {facts["self_bytes"]}, "label": {json.dumps(facts["label"])}, "children": ['
+        stack.append(None)
+        below = children(tree.graph, node)
+        stack.extend((child, index == 0) for index, child in reversed(list(enumerate(below))))

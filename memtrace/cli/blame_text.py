@@ -1,0 +1,256 @@
+"""The page of `memtrace blame` for people: the sentence, the table that sums, where to go next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from memtrace.analysis.blame import Blame, Row
+from memtrace.analysis.frames import Side, display_frame, is_plumbing, library_path, short_path, side_of
+from memtrace.analysis.tree import ROOT, CallTree, call_tree, children
+from memtrace.api import Snapshot
+from memtrace.attribution import REASON_TEXT, Reason
+from memtrace.cli.options import Common
+from memtrace.cli.output import Column, Page
+from memtrace.units import format_bytes, format_seconds, in_unit, plural, unit_of
+
+_OWN_FRAMES = 3
+_TREE_SHARE = 0.01
+"""A branch of the tree below this share of the total is summed up in one line."""
+
+
+class Report:
+    """The page for people: the sentence, the table that sums, where to go next."""
+
+    def __init__(
+        self, opened: Snapshot, answer: Blame, shared: Common, when: str, top: int, *, full_stack: bool, cpp: bool
+    ) -> None:
+
+        self.opened, self.answer, self.shared = opened, answer, shared
+        self.when, self.top, self.full_stack, self.cpp = when, top, full_stack, cpp
+        self.page: Page = Page(shared.color)
+        self.unit = self._unit()
+
+    def write(self) -> None:
+        answer = self.answer
+        self.page.line(self._sentence(), style="bold")
+        self.page.line()
+        if answer.by == "tree":
+            self._tree()
+        else:
+            self._table(answer)
+            if answer.by == "category" and self._mostly_unknown():
+                self.page.line()
+                self.page.line("By stack, your own frames first:")
+                self._table(self.opened.blame(answer.event, answer.of, "stack", answer.device, cpp=self.cpp))
+        self.page.line()
+        for line in self._closing():
+            self.page.line(line)
+
+    def _unit(self) -> str:
+
+        return {"auto": unit_of(self.answer.total_bytes), "bytes": "B"}.get(self.shared.units, self.shared.units)
+
+    def _size(self, size: int) -> str:
+
+        return in_unit(size, self.unit)
+
+    def _full(self, size: int) -> str:
+
+        return format_bytes(size, self.shared.units)
+
+    def _mostly_unknown(self) -> bool:
+        unknown = sum(row.bytes for row in self.answer.rows if row.category == "unknown")
+        return 2 * unknown > self.answer.total_bytes
+
+    def _sentence(self) -> str:
+
+        answer = self.answer
+        name = {"peak": "Peak", "end": "End", "oom": "Out of memory"}.get(self.when, "Then")
+        if answer.event < 0:
+            where = "before the first event" if answer.events else "when the snapshot was taken"
+        else:
+            where = f"event {answer.event:,} of {answer.events:,}"
+            if answer.time_us is not None and answer.first_us is not None:
+                where += f", {format_seconds(answer.time_us - answer.first_us)} in"
+        bound = (
+            f" (up to {self._full(answer.slack_bound)} more: block sizes not all known)" if answer.slack_bound else ""
+        )
+        device = f", device {answer.device}" if len(self.opened.devices) > 1 else ""
+        return (
+            f"{name}: {self._full(answer.total_bytes)} {answer.of}{bound}, {where}  ({self.opened.data.torch}{device})"
+        )
+
+    def _table(self, answer: Blame) -> None:
+
+        shown, hidden = answer.rows[: self.top], answer.rows[self.top :]
+        last_title = {"category": "from", "stack": "stack", "block": "category, from"}.get(answer.by, answer.by)
+        columns = [Column(self.unit, right=True), Column("%", right=True), Column("blocks", right=True)]
+        if answer.by == "block":
+            columns += [Column("address"), Column("born", right=True), Column("freed", right=True), Column("pool")]
+        if answer.by in ("category", "stream"):
+            columns.insert(0, Column(answer.by))
+        columns.append(Column(last_title if answer.by != "stream" else "mostly", grow=True))
+        rows = [self._row(answer, row) for row in shown]
+        extra = len(columns) - 4
+        lead = answer.by in ("category", "stream")
+
+        def summary(name: str, size: int, blocks: int, remark: str) -> list[str]:
+            cells = [self._size(size), self._share(size), f"{blocks:,}"]
+            middle = [""] * (extra - lead)
+            return [name, *cells, *middle, remark] if lead else [*cells, *middle, f"{name}  {remark}".rstrip()]
+
+        if hidden:
+            rest, blocks = sum(row.bytes for row in hidden), sum(row.blocks for row in hidden)
+            rows.append(summary(f"{len(hidden):,} more", rest, blocks, ""))
+        blocks = sum(row.blocks for row in answer.rows)
+        rows.append(summary("total", answer.total_bytes, blocks, self._equals()))
+        self.page.table(columns, rows, dim_rows=frozenset({len(shown)} if hidden else ()))
+
+    def _share(self, size: int) -> str:
+        return f"{100 * size / self.answer.total_bytes:.1f}" if self.answer.total_bytes else "0.0"
+
+    def _row(self, answer: Blame, row: Row) -> list[str]:
+        cells = [self._size(row.bytes), self._share(row.bytes), f"{row.blocks:,}" if row.blocks else ""]
+        if answer.by == "category":
+            return [f"{row.category}\n  {row.label}", *cells, self._origin(answer, row)]
+        if answer.by == "stream":
+            name = row.key if row.key is not None else f"{row.category}\n  {row.label}"
+            return [name, *cells, self._origin(answer, row)]
+        if answer.by == "stack":
+            return [*cells, self._stack(answer, row)]
+        if answer.by == "block":
+            return [*cells, *self._block_cells(row), f"{row.category}  {self._origin(answer, row)}"]
+        return [*cells, self._named(row)]
+
+    def _block_cells(self, row: Row) -> list[str]:
+        block = row.block
+        if block is None:
+            return ["", "", "", ""]
+        born = "before" if block.born < 0 else f"{block.born:,}"
+        freed = "alive" if block.freed >= self.answer.events else f"{block.freed:,}"
+        return [f"{block.address:#x}", born, freed, block.pool]
+
+    def _named(self, row: Row) -> str:
+        """A file or frame, or why there is none."""
+
+        if row.key is None:
+            return f"({row.category}: {row.label})"
+        return row.key if self.full_stack else short_path(row.key)
+
+    def _origin(self, answer: Blame, row: Row) -> str:
+        """The one call all of a row's bytes pass through, else the most telling frame of its heaviest stack."""
+
+        if row.dominator is not None and not is_plumbing(row.dominator):
+            return display_frame(row.dominator)
+        frames = answer.stacks.frames(row.stack)
+        telling = library_path(frames) or frames
+        return f"mostly {display_frame(telling[0])}" if telling else ""
+
+    def _stack(self, answer: Blame, row: Row) -> str:
+        """A stack in a few lines: the program's own frames, and the libraries' folded to the telling ones."""
+
+        frames = answer.stacks.frames(row.stack)
+        if not frames and row.category == "unknown" and row.label == REASON_TEXT[Reason.NO_RULE]:
+            return "(no Python frame; --cpp shows the C++ ones)"
+        if not frames:
+            return f"({row.category}: {row.label})"
+        if self.full_stack or self.cpp:
+            return "\n".join(display_frame(frame) for frame in frames)
+        own = [frame for frame in frames if side_of(frame.filename) == Side.OWN]
+        folded = len(frames) - len(own)
+        lines = [display_frame(frame) for frame in own[:_OWN_FRAMES]]
+        if len(own) > _OWN_FRAMES:
+            lines.append(f"  and {len(own) - _OWN_FRAMES} more of your frames")
+        if folded:
+            first, *callers = (library_path(frames) or [frame for frame in frames if frame not in own])[:_OWN_FRAMES]
+            lines.append(f"  in {display_frame(first)}")
+            lines += [f"  from {display_frame(caller)}" for caller in callers]
+            lines[-1] += f"  ({plural(folded, 'library frame')})"
+        return "\n".join(lines)
+
+    def _equals(self) -> str:
+        """Which of torch's own numbers the total is."""
+        answer, replay = self.answer, self.opened.replay(self.answer.device)
+        if replay.conflicts or answer.slack_bound:
+            return ""
+        name = {
+            ("peak", "allocated"): "max_memory_allocated()",
+            ("peak", "reserved"): "max_memory_reserved()",
+            ("end", "allocated"): "memory_allocated()",
+            ("end", "reserved"): "memory_reserved()",
+        }.get((self.when, answer.of))
+        if name is None:
+            return ""
+        if self.when == "peak" and not replay.complete:
+            return "the highest that this window shows"
+        return f"= torch.cuda.{name}, to the byte"
+
+    def _tree(self) -> None:
+
+        tree = call_tree(self.answer)
+        rows = [
+            [self._size(size), self._share(size), "  " * depth + text]
+            for size, depth, text in _tree_lines(tree, self.top, self.full_stack)
+        ]
+        rows.append(
+            [self._size(self.answer.total_bytes), self._share(self.answer.total_bytes), f"total  {self._equals()}"]
+        )
+        self.page.table([Column(self.unit, right=True), Column("%", right=True), Column("call tree", grow=True)], rows)
+        self.page.line()
+        if tree.dominator is not None:
+            self.page.line(f"All bytes with a stack pass through {display_frame(tree.dominator)}.")
+        if tree.heaviest:
+            self.page.line(f"Heaviest path ends in {display_frame(tree.heaviest[-1])}.")
+
+    def _closing(self) -> Iterator[str]:
+        answer, device = self.answer, self.answer.device
+        path = self.opened.data.path
+        name = shlex.quote(path) if path != "-" else "FILE"
+        if answer.of == "allocated":
+            reserved = self.opened.series("reserved_bytes", device=device)
+            held = int(reserved[answer.event + 1])
+            yield (
+                f"Reserved at that moment {self._full(held)}: {self._full(held - answer.total_bytes)} more is the "
+                f"allocator's (memtrace blame --of reserved --at {answer.event}). "
+                f"Reserved was highest, {self._full(int(reserved.max()))}, "
+                + (f"at event {int(reserved.argmax()) - 1:,}." if int(reserved.argmax()) else "before the first event.")
+            )
+        others = [f"--by {by}" for by in ("stack", "tree", "file") if by != answer.by]
+        if answer.by in ("category", "stack") and not self.full_stack:
+            others.append("--full-stack")
+        yield f"next: memtrace blame {name} {' | '.join(others)}"
+
+
+def _tree_lines(tree: CallTree, top: int, every: bool) -> Iterator[tuple[int, int, str]]:
+    """(bytes, depth, text) of the branches worth a line. A chain of calls that all pass the same bytes is one line."""
+
+    graph = tree.graph
+    least = 0 if every else graph.nodes[ROOT]["bytes"] * _TREE_SHARE
+    stack: list[tuple[int, int, int, str]] = []
+
+    def push(below: list[int], depth: int) -> None:
+        kept = [child for child in below[:top] if graph.nodes[child]["bytes"] >= least]
+        rest = below[len(kept) :]
+        if rest:
+            left = sum(graph.nodes[child]["bytes"] for child in rest)
+            stack.append((ROOT, depth, left, f"{len(rest)} smaller"))
+        stack.extend((child, depth, graph.nodes[child]["bytes"], "") for child in reversed(kept))
+
+    push(children(graph, ROOT), 0)
+    while stack:
+        node, depth, size, text = stack.pop()
+        if node == ROOT:
+            yield size, depth, text
+            continue
+        chain = [node]
+        while not every and len(below := children(graph, node)) == 1 and not graph.nodes[node]["self_bytes"]:
+            node = below[0]
+            chain.append(node)
+        frames = [graph.nodes[link]["frame"] for link in chain]
+        telling = [frame for frame in frames if frame is not None and not is_plumbing(frame)] or frames
+        name = graph.nodes[chain[0]]["label"] if telling[0] is None else display_frame(telling[0])
+        if len(telling) > 1:
+            name += f" > {'... > ' if len(chain) > 2 else ''}{display_frame(telling[-1])}"
+        yield size, depth, name
+        push(children(graph, node), depth + 1)

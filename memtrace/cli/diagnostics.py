@@ -1,0 +1,115 @@
+"""The only writer to stderr: errors with their exit codes, warnings, notes, progress."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+
+import click
+
+from memtrace.errors import MemtraceError
+from memtrace.text import printable
+
+_BAR_AFTER_SECONDS = 0.5
+_BAR_WIDTH = 24
+
+
+class ExitCode(IntEnum):
+    """Codes that are not an error class's own."""
+
+    FINE = 0
+    CHECK_FAILED = 1
+    USAGE = 2
+    BUG = 70
+    INTERRUPTED = 130
+
+
+def guarded(command: click.Command) -> int:
+    """Runs a click command; every way out is an exit code and at most two lines on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        result = command.main(prog_name="memtrace", standalone_mode=False)
+        sys.stdout.flush()
+    except MemtraceError as error:
+        report(error.code, error.message, error.hint)
+        return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return ExitCode.USAGE
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "memtrace"
+        report("usage", error.format_message(), f"See {path} --help.")
+        return ExitCode.USAGE
+    except (KeyboardInterrupt, click.Abort):
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:  # the reader has seen enough (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FINE
+    except Exception as error:  # noqa: BLE001 - the last line of defence: a bug of ours, said as such
+        report(
+            "internal",
+            f"{type(error).__name__}: {str(error)[:200]}",
+            "This is a bug in memtrace. Run again with -v for the traceback, and please report it.",
+        )
+        if {"-v", "--verbose"} & set(sys.argv):
+            _write("".join(printable(line) + "\n" for line in traceback.format_exc().splitlines()))
+        return ExitCode.BUG
+    return result if isinstance(result, int) else ExitCode.FINE
+
+
+def report(code: str, message: str, hint: str | None = None) -> None:
+    """An error as people see it."""
+    _write(f"memtrace: error[{code}]: {printable(message)}\n")
+    if hint:
+        _write(f"hint: {printable(hint)}\n")
+
+
+def warn(code: str, message: str) -> None:
+    """Something that limits the answer."""
+    _write(f"memtrace: warning[{code}]: {printable(message)}\n")
+
+
+def note(message: str) -> None:
+    """Something worth knowing."""
+    _write(f"memtrace: {printable(message)}\n")
+
+
+@contextlib.contextmanager
+def progress(what: str, *, enabled: bool) -> Iterator[Callable[[int, int | None], None] | None]:
+    """A callback that draws a bar on a terminal once reading has taken half a second; None when not wanted."""
+    if not enabled or not sys.stderr.isatty():
+        yield None
+        return
+    began = time.monotonic()
+    drawn = 0.0
+
+    def advance(done: int, total: int | None) -> None:
+        nonlocal drawn
+        now = time.monotonic()
+        if now - began < _BAR_AFTER_SECONDS or now - drawn < 0.1:
+            return
+        drawn = now
+        share = min(done / total, 1.0) if total else None
+        bar = "" if share is None else f"[{'#' * int(share * _BAR_WIDTH):<{_BAR_WIDTH}}] {share:4.0%} "
+        eta = "" if not share else f" {(now - began) * (1 - share) / share:.0f} s left"
+        _write(f"\r\x1b[K{what} {bar}{done / 1e6:,.0f} MB{eta}")
+
+    try:
+        yield advance
+    finally:
+        if drawn:
+            _write("\r\x1b[K")
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()

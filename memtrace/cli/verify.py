@@ -1,0 +1,138 @@
+"""`memtrace verify`: a snapshot held against itself and against torch's own counters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memtrace.cli import options
+from memtrace.cli.options import Common
+
+if TYPE_CHECKING:
+    from memtrace.analysis.verify import Verdict
+    from memtrace.api import Snapshot
+
+EXAMPLES = """\b
+Examples:
+  memtrace verify snapshot.pickle
+  memtrace verify snapshot.pickle --truth stats.json
+  python -c "import json, torch; json.dump({'stats': dict(torch.cuda.memory_stats())}, open('stats.json', 'w'))"
+"""
+_MAX_TRUTH_BYTES = 64 << 20
+_SHOWN = 20
+
+
+@click.command("verify", epilog=EXAMPLES)
+@options.snapshot_argument
+@click.option(
+    "--truth", type=click.Path(path_type=Path), help="JSON with torch.cuda.memory_stats() of that moment under 'stats'."
+)
+@options.device_option
+@options.common
+def command(common: Common, snapshot: str | None, truth: Path | None, device: int | None) -> int:
+    """Replays SNAPSHOT and checks it: no event may contradict another, and the last state must be the file's.
+
+    With --truth each of torch's 111 counters must be equal (of a recording that began late, the 54 that can be).
+    Exit code 1 if anything differs.
+    """
+    stats = None if truth is None else _read_truth(truth)
+    opened: Snapshot = options.open_snapshot(snapshot, common)
+    if truth is not None or device is not None:
+        devices: tuple[int, ...] = (options.choose_device(opened, device, common),)
+    else:
+        devices = opened.devices
+    verdicts = [opened.verify(stats, ordinal) for ordinal in devices]
+    notices = [notice for ordinal in devices for notice in opened.replay(ordinal).notices] + list(opened.data.notices)
+    options.show_notices(notices, common)
+    if common.json:
+        _write_json(opened, verdicts, notices)
+    else:
+        _write_text(opened, verdicts, common, compared=stats is not None)
+    return int(any(verdict.failed for verdict in verdicts))
+
+
+def _read_truth(path: Path) -> dict[str, object]:
+    from memtrace.analysis.verify import BadTruthError
+    from memtrace.errors import MissingFileError
+
+    hint = "Save {'stats': dict(torch.cuda.memory_stats())} as JSON."
+    try:
+        if path.stat().st_size > _MAX_TRUTH_BYTES:
+            raise BadTruthError(f"{path} is too large for a file of counters", hint=hint)
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise MissingFileError(f"no file {path}", hint=hint) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadTruthError(f"{path} is not readable as JSON", hint=hint) from error
+    stats = content.get("stats") if isinstance(content, dict) else None
+    if not isinstance(stats, dict):
+        raise BadTruthError(f"{path} has no 'stats' object", hint=hint)
+    return stats
+
+
+def _write_json(opened: Snapshot, verdicts: list[Verdict], notices: Any) -> None:
+    from memtrace.cli import output
+
+    devices = [
+        {
+            "device": verdict.device,
+            "events": verdict.events,
+            "complete": verdict.complete,
+            "conflicts": verdict.conflicts,
+            "stats": verdict.stats,
+            "compared": verdict.compared,
+            "equal": verdict.equal,
+            "reset_events": list(verdict.reset_events) if verdict.reset_events else None,
+            "different": [
+                {"name": item.name, "ours": item.ours, "truth": item.truth, "why": item.why}
+                for item in verdict.different
+            ],
+        }
+        for verdict in verdicts
+    ]
+    shown = verdicts[0].device if len(verdicts) == 1 else opened.default_device
+    output.write_document("verify", output.snapshot_facts(opened, shown), {"devices": devices}, notices)
+
+
+def _write_text(opened: Snapshot, verdicts: list[Verdict], shared: Common, *, compared: bool) -> None:
+    from memtrace.cli.output import Column, Page
+    from memtrace.units import plural
+
+    page = Page(shared.color)
+    for verdict in verdicts:
+        events = plural(verdict.events, "event")
+        agrees = "no contradiction" if not verdict.conflicts else plural(verdict.conflicts, "contradiction")
+        coverage = "from the first allocation on" if verdict.complete else "not from the first allocation on"
+        page.line(f"Device {verdict.device}: {events} replayed, {coverage}; {agrees}.", style="bold")
+        for conflict in opened.replay(verdict.device).conflicts[:_SHOWN]:
+            place = "" if conflict.event is None else f"event {conflict.event:,}: "
+            page.line(f"  {place}{conflict.reason}")
+        if verdict.conflicts > _SHOWN:
+            page.line(f"  and {verdict.conflicts - _SHOWN:,} more")
+        if not verdict.conflicts and verdict.events:
+            page.line("Every segment and block of the replay's last state is in the file, and the reverse.")
+        if compared:
+            _write_comparison(page, verdict)
+        else:
+            page.line()
+            page.table(
+                [Column("counter"), Column("value", right=True)],
+                [[name, f"{value:,}"] for name, value in verdict.stats.items()],
+            )
+
+
+def _write_comparison(page: Any, verdict: Verdict) -> None:
+    from memtrace.cli.output import Column
+
+    page.line(f"{verdict.equal} of {verdict.compared} counters equal torch's own, to the byte.")
+    if verdict.reset_events:
+        first, last = verdict.reset_events
+        page.line(f"One reset of the peaks, between events {first:,} and {last:,}, explains every peak that differs.")
+    if verdict.different:
+        page.table(
+            [Column("counter"), Column("replayed", right=True), Column("torch", right=True), Column("why")],
+            [[item.name, f"{item.ours:,}", f"{item.truth:,}", item.why] for item in verdict.different],
+        )

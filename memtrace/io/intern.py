@@ -1,0 +1,105 @@
+"""Strings, frames and stacks interned while parsing: by identity first (snapshots share objects), then by content."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memtrace.errors import NotASnapshotError
+from memtrace.model import StackTable, StringTable
+from memtrace.model.stacks import NOT_RECORDED
+
+_MAX_LINE = 2**31 - 1
+
+
+class Interner:
+    """Collects the strings and stacks of one snapshot. Parsing only; `tables()` freezes the result.
+
+    Identities are only valid while the loaded objects are alive: the parser holds them all until the end.
+    """
+
+    def __init__(self) -> None:
+        self._strings: dict[str, int] = {}
+        self._frames: dict[tuple[str, int, str], int] = {}
+        self._frame_of_id: dict[int, int] = {}
+        self._stacks: dict[tuple[int, ...], int] = {}
+        self._keys: list[tuple[int, ...]] = []
+        self._stack_of_id: dict[int, int] = {}
+
+    def string(self, text: str) -> int:
+        """Id of a string."""
+        return self._strings.setdefault(text, len(self._strings))
+
+    def stack(self, frames: object, where: str) -> int:
+        """Id of a `frames` list; `NOT_RECORDED` for None."""
+        if frames is None:
+            return NOT_RECORDED
+        known = self._stack_of_id.get(id(frames))
+        if known is not None:
+            return known
+        if type(frames) is not list:
+            raise NotASnapshotError(f"{where}: frames is {_kind(frames)}, expected a list")
+        of_id = self._frame_of_id
+        try:
+            key = tuple([of_id[id(frame)] for frame in frames])
+        except KeyError:
+            key = tuple([self._frame(frame, where) for frame in frames])
+        stack = self._intern_stack(key)
+        self._stack_of_id[id(frames)] = stack
+        return stack
+
+    def stacks(self, frames: Sequence[object], where: str) -> NDArray[np.int32]:
+        """Ids of many `frames` lists, each distinct list looked at once."""
+        identities = np.fromiter(map(id, frames), np.int64, len(frames))
+        distinct, first, inverse = np.unique(identities, return_index=True, return_inverse=True)
+        ids = np.empty(len(distinct), np.int32)
+        for position, index in enumerate(first.tolist()):
+            ids[position] = self.stack(frames[index], f"{where} {index}")
+        return ids[inverse]
+
+    def with_cpp(self, stack: int, names: object, where: str) -> int:
+        """Id of `stack` with the C++ function names of torch 2.0 (`cpp_frames`, innermost) in front."""
+        if names is None:
+            return stack
+        if type(names) is not list or not all(type(name) is str for name in names):
+            raise NotASnapshotError(f"{where}: cpp_frames is not a list of text")
+        inner = tuple([self._intern_frame("??", 0, name) for name in names])
+        return self._intern_stack(inner + (self._keys[stack] if stack >= 0 else ()))
+
+    def tables(self) -> tuple[StackTable, StringTable]:
+        """The frozen tables."""
+        frames = list(self._frames)
+        filename = np.fromiter((self.string(frame[0]) for frame in frames), np.int32, len(frames))
+        name = np.fromiter((self.string(frame[2]) for frame in frames), np.int32, len(frames))
+        line = np.fromiter((frame[1] for frame in frames), np.int32, len(frames))
+        lengths = np.fromiter(map(len, self._keys), np.int64, len(self._keys))
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        frame_ids = np.fromiter((frame for key in self._keys for frame in key), np.int32, int(offsets[-1]))
+        strings = StringTable(tuple(self._strings))
+        return StackTable(strings, filename, line, name, offsets, frame_ids), strings
+
+    def _intern_stack(self, key: tuple[int, ...]) -> int:
+        stack = self._stacks.setdefault(key, len(self._keys))
+        if stack == len(self._keys):
+            self._keys.append(key)
+        return stack
+
+    def _frame(self, frame: object, where: str) -> int:
+        if type(frame) is not dict:
+            raise NotASnapshotError(f"{where}: a frame is {_kind(frame)}, expected a dict")
+        filename, line, name = frame.get("filename", ""), frame.get("line", 0), frame.get("name", "")
+        if type(filename) is not str or type(name) is not str or type(line) is not int:
+            raise NotASnapshotError(f"{where}: a frame needs text for filename and name and an integer line")
+        # torch writes "no line" as an unsigned -1 (2^64 - 1) in some frames
+        index = self._intern_frame(filename, line if 0 <= line <= _MAX_LINE else 0, name)
+        self._frame_of_id[id(frame)] = index
+        return index
+
+    def _intern_frame(self, filename: str, line: int, name: str) -> int:
+        return self._frames.setdefault((filename, line, name), len(self._frames))
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"

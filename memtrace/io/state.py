@@ -1,0 +1,222 @@
+"""`segments`: the memory map at the end -> `Segments` and `Blocks` columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memtrace.errors import NotASnapshotError
+from memtrace.io.columns import check_dicts, check_integer, check_list, check_sum, integers
+from memtrace.io.events import Vocabulary
+from memtrace.io.intern import Interner
+from memtrace.model import Blocks, BlockState, Segments
+from memtrace.model.stacks import NOT_RECORDED
+from memtrace.model.state import REQUEST_UNKNOWN
+
+_STATES = {
+    "inactive": BlockState.INACTIVE,
+    "active_allocated": BlockState.ALLOCATED,
+    "active_pending_free": BlockState.PENDING,
+    # named in torch's docstring, never written by it (snapshot-format 2.4)
+    "active_awaiting_free": BlockState.PENDING,
+}
+_SEGMENT_KEYS = frozenset(
+    "device address total_size allocated_size active_size requested_size stream segment_type segment_pool_id "
+    "is_expandable frames blocks forward_frames".split()
+)
+_BLOCK_KEYS = frozenset("address size requested_size state frames history forward_frames".split())
+_MAX_DEVICES = 4096
+_SMALL_SEGMENT = 2 * 1024 * 1024
+
+
+@dataclass
+class State:
+    """The parsed map and what was learned about the file on the way."""
+
+    segments: Segments
+    blocks: Blocks
+    block_keys: set[str]
+    unknown_keys: set[str]
+    tiled: bool
+    totals_agree: bool
+
+
+def parse_state(raw: list[object], interner: Interner, words: Vocabulary) -> State:
+    """All devices' segments, sorted by device and address. Raises NotASnapshotError for overlaps and wrong kinds."""
+    check_dicts(raw, "segment")
+    rows: list[dict[str, object]] = raw  # type: ignore[assignment]
+    where = "segment"
+    device = integers([row.get("device", 0) for row in rows], "device", where)
+    if len(device) and int(device.max()) >= _MAX_DEVICES:
+        raise NotASnapshotError(f"a segment is on device {int(device.max())}: no machine has so many")
+    address = integers([row.get("address") for row in rows], "address", where)
+    size = integers([row.get("total_size") for row in rows], "total_size", where)
+    check_sum(size, "segments")
+    order = np.lexsort((address, device))
+    rows = [rows[index] for index in order.tolist()]
+    device, address, size = device[order], address[order], size[order]
+    _check_apart(device, address, size, "segments")
+
+    lists = _block_lists(rows)
+    first_block = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(blocks) for blocks in lists], dtype=np.int64)])
+    flat: list[dict[str, object]] = [block for blocks in lists for block in blocks]
+    blocks = _parse_blocks(flat, address, first_block, interner)
+    owner = np.repeat(np.arange(len(rows)), np.diff(first_block))
+    tiled = _check_inside(blocks, owner, address, size)
+    segments = Segments(
+        device=device.astype(np.int32),
+        address=address.astype(np.uint64),
+        size=size,
+        stream=integers([row.get("stream", 0) for row in rows], "stream", where).astype(np.uint64),
+        large=np.fromiter((_is_large(row) for row in rows), np.bool_, len(rows)),
+        pool=np.fromiter((_pool(row, words) for row in rows), np.int32, len(rows)),
+        expandable=np.fromiter((row.get("is_expandable") is True for row in rows), np.bool_, len(rows)),
+        stack=interner.stacks([row.get("frames") for row in rows], where),
+        first_block=first_block,
+    )
+    block_keys = {str(key) for shape in set(map(tuple, flat)) for key in shape}
+    segment_keys = {str(key) for shape in set(map(tuple, rows)) for key in shape}
+    unknown = (block_keys - _BLOCK_KEYS) | (segment_keys - _SEGMENT_KEYS)
+    return State(segments, blocks, block_keys, unknown, tiled, _totals_agree(rows, blocks, owner))
+
+
+def _block_lists(rows: list[dict[str, object]]) -> list[list[dict[str, object]]]:
+    """The `blocks` of each segment. A list that two segments share could make a small file endless: refused."""
+    lists = [check_list(row.get("blocks"), "blocks of a segment") for row in rows]
+    if len(set(map(id, lists))) < len(lists):
+        raise NotASnapshotError("two segments share one list of blocks")
+    for blocks in lists:
+        check_dicts(blocks, "block")
+    return lists  # type: ignore[return-value]
+
+
+def _parse_blocks(
+    flat: list[dict[str, object]],
+    segment_address: NDArray[np.int64],
+    first_block: NDArray[np.int64],
+    interner: Interner,
+) -> Blocks:
+    where = "block"
+    size = integers([block.get("size") for block in flat], "size", where)
+    check_sum(size, "blocks")
+    names = [block.get("state") for block in flat]
+    state = np.empty(len(flat), np.uint8)
+    for index, name in enumerate(names):
+        code = _STATES.get(name) if isinstance(name, str) else None
+        if code is None:
+            raise NotASnapshotError(f"block {index}: unknown state {str(name)[:40]!r}")
+        state[index] = code
+    history = [_newest(block.get("history"), index) for index, block in enumerate(flat)]
+    stack = interner.stacks([_frames(block, past) for block, past in zip(flat, history, strict=True)], where)
+    for index, past in enumerate(history):
+        if past is not None and past.get("cpp_frames") is not None:
+            stack[index] = interner.with_cpp(int(stack[index]), past["cpp_frames"], f"{where} {index}")
+    stack[state == BlockState.INACTIVE] = NOT_RECORDED
+    return Blocks(
+        address=_block_addresses(flat, size, segment_address, first_block).astype(np.uint64),
+        size=size,
+        requested=_requested(flat, history, state),
+        state=state,
+        stack=stack,
+    )
+
+
+def _newest(history: object, index: int) -> dict[str, object] | None:
+    """What lives in a block, from the `history` of torch 1.13 and 2.0 (newest first)."""
+    if history is None:
+        return None
+    entries = check_list(history, f"block {index}: history")
+    check_dicts(entries, f"block {index}: history entry")
+    return entries[0] if entries else None  # type: ignore[return-value]
+
+
+def _frames(block: dict[str, object], past: dict[str, object] | None) -> object:
+    return block.get("frames") if past is None else past.get("frames")
+
+
+def _requested(
+    flat: list[dict[str, object]], history: list[dict[str, object] | None], state: NDArray[np.uint8]
+) -> NDArray[np.int64]:
+    requested = np.full(len(flat), REQUEST_UNKNOWN, np.int64)
+    for index, (block, past) in enumerate(zip(flat, history, strict=True)):
+        if state[index] == BlockState.INACTIVE:
+            continue
+        value = block.get("requested_size")
+        if value is None and past is not None:
+            value = past.get("real_size")
+        if value is not None:
+            requested[index] = check_integer(value, "requested_size", f"block {index}")
+    check_sum(requested, "blocks")
+    return requested
+
+
+def _block_addresses(
+    flat: list[dict[str, object]],
+    size: NDArray[np.int64],
+    segment_address: NDArray[np.int64],
+    first_block: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Addresses as written, or (before torch 2.1) accumulated over the sizes."""
+    if all("address" in block for block in flat):
+        return integers([block["address"] for block in flat], "address", "block")
+    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(size)])
+    owner = np.repeat(np.arange(len(segment_address)), np.diff(first_block))
+    address: NDArray[np.int64] = segment_address[owner] + before[:-1] - before[first_block[owner]]
+    return address
+
+
+def _check_apart(device: NDArray[np.int64], address: NDArray[np.int64], size: NDArray[np.int64], what: str) -> None:
+    ends = address.astype(np.uint64) + size.astype(np.uint64)
+    if len(ends) and int(ends.max()) > 2**63:
+        raise NotASnapshotError(f"{what} reach beyond the address space")
+    if bool(((device[1:] == device[:-1]) & (ends[:-1] > address[1:].astype(np.uint64))).any()):
+        raise NotASnapshotError(f"{what} overlap: no allocator hands out the same memory twice")
+
+
+def _check_inside(
+    blocks: Blocks,
+    owner: NDArray[np.int64],
+    address: NDArray[np.int64],
+    size: NDArray[np.int64],
+) -> bool:
+    """Refuses blocks that overlap or leave their segment; False if they do not cover it."""
+    start = blocks.address
+    end = start + blocks.size.astype(np.uint64)
+    segment_end = (address + size).astype(np.uint64)
+    if bool(((start < address.astype(np.uint64)[owner]) | (end > segment_end[owner])).any()):
+        raise NotASnapshotError("a block lies outside its segment")
+    if bool(((owner[1:] == owner[:-1]) & (end[:-1] > start[1:])).any()):
+        raise NotASnapshotError("blocks overlap: no allocator hands out the same memory twice")
+    covered = np.zeros(len(size), np.int64)
+    np.add.at(covered, owner, blocks.size)
+    return bool((covered == size).all())
+
+
+def _totals_agree(rows: list[dict[str, object]], blocks: Blocks, owner: NDArray[np.int64]) -> bool:
+    """Whether `allocated_size` and `active_size` of each segment are the sums over its blocks."""
+    for key, counted in (
+        ("allocated_size", blocks.state == BlockState.ALLOCATED),
+        ("active_size", blocks.state != BlockState.INACTIVE),
+    ):
+        sums = np.zeros(len(rows), np.int64)
+        np.add.at(sums, owner[counted], blocks.size[counted])
+        for row, total in zip(rows, sums.tolist(), strict=True):
+            if key in row and row[key] != total:
+                return False
+    return True
+
+
+def _is_large(row: dict[str, object]) -> bool:
+    kind = row.get("segment_type")
+    if kind is None:  # made by torch.profiler: by size, as the allocator does
+        return row.get("total_size") != _SMALL_SEGMENT
+    if kind not in ("small", "large"):
+        raise NotASnapshotError(f"a segment's type is {str(kind)[:40]!r}, expected small or large")
+    return kind == "large"
+
+
+def _pool(row: dict[str, object], words: Vocabulary) -> int:
+    value = row.get("segment_pool_id")
+    return 0 if value is None else words.pool(value, "a segment")
