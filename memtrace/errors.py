@@ -45,6 +45,12 @@ class SourceError(MemtraceError):
     code = "unusable"
     exit_code = 3
 
+    def about(self, path: str) -> SourceError:
+        """The same error, saying which file it is about."""
+        if path in self.message:
+            return self
+        return type(self)(f"{path}: {self.message}", hint=self.hint)
+
 
 class MissingFileError(SourceError):
     """Nothing is at that path."""

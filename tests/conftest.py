@@ -13,8 +13,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from recordings import SUFFIX
 
-# No deadline: the machines that run the tests are shared. In CI every run tries the same examples.
-settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# No deadline: the machines that run the tests are shared. Streams of events are large examples by nature.
+# In CI every run tries the same examples.
+LARGE = [HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large]
+settings.register_profile("local", deadline=None, suppress_health_check=LARGE)
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 

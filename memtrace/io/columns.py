@@ -12,6 +12,7 @@ from memtrace.errors import NotASnapshotError
 LIMIT = 2**63
 """Addresses, sizes, streams and times must be below this."""
 
+_MAX_KEYS = 64
 _SUM_LIMIT = float(2**62)
 
 
@@ -58,8 +59,10 @@ def check_list(value: object, what: str) -> list[object]:
 
 
 def check_dicts(values: Sequence[object], where: str) -> None:
-    """Refuses anything but dicts with text keys."""
+    """Refuses anything but dicts with a sane number of keys (one large dict referenced often would take for ever)."""
     if set(map(type, values)) <= {dict}:
+        if max(map(len, values), default=0) > _MAX_KEYS:  # type: ignore[arg-type]
+            raise NotASnapshotError(f"{where} has a dict of more than {_MAX_KEYS} keys: not the work of torch")
         return
     for index, value in enumerate(values):
         if type(value) is not dict:

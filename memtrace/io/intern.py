@@ -12,6 +12,8 @@ from memtrace.model import StackTable, StringTable
 from memtrace.model.stacks import NOT_RECORDED
 
 _MAX_LINE = 2**31 - 1
+_MAX_CPP_FRAMES = 16_000_000
+"""One list of names may be joined to many stacks: without a limit a small file could grow without end."""
 
 
 class Interner:
@@ -27,6 +29,8 @@ class Interner:
         self._stacks: dict[tuple[int, ...], int] = {}
         self._keys: list[tuple[int, ...]] = []
         self._stack_of_id: dict[int, int] = {}
+        self._with_cpp: dict[tuple[int, int], int] = {}
+        self._cpp_frames = 0
 
     def string(self, text: str) -> int:
         """Id of a string."""
@@ -63,10 +67,18 @@ class Interner:
         """Id of `stack` with the C++ function names of torch 2.0 (`cpp_frames`, innermost) in front."""
         if names is None:
             return stack
+        known = self._with_cpp.get((stack, id(names)))
+        if known is not None:
+            return known
         if type(names) is not list or not all(type(name) is str for name in names):
             raise NotASnapshotError(f"{where}: cpp_frames is not a list of text")
+        self._cpp_frames += len(names)
+        if self._cpp_frames > _MAX_CPP_FRAMES:
+            raise NotASnapshotError(f"{where}: stacks of more C++ frames than any program has")
         inner = tuple([self._intern_frame("??", 0, name) for name in names])
-        return self._intern_stack(inner + (self._keys[stack] if stack >= 0 else ()))
+        joined = self._intern_stack(inner + (self._keys[stack] if stack >= 0 else ()))
+        self._with_cpp[stack, id(names)] = joined
+        return joined
 
     def tables(self) -> tuple[StackTable, StringTable]:
         """The frozen tables."""

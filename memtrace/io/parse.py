@@ -16,6 +16,7 @@ from memtrace.model.snapshot import Setting
 _TOP_KEYS = frozenset(
     "segments device_traces allocator_settings external_annotations host_segments host_traces categories".split()
 )
+_MAX_TABLE = 64
 _HINT = "memtrace reads what torch.cuda.memory._dump_snapshot() writes"
 
 
@@ -77,11 +78,12 @@ def _settings(raw: object) -> dict[str, Setting]:
         return {}
     if type(raw) is not dict:
         raise NotASnapshotError(f"allocator_settings is a {type(raw).__name__}, expected a dict")
+    check_dicts([raw], "allocator_settings")
     settings: dict[str, Setting] = {}
     for key, value in raw.items():
         if isinstance(value, (str, int, float)):
             settings[str(key)] = value
-        elif type(value) is dict and all(type(item) is int for item in value.values()):
+        elif type(value) is dict and len(value) <= _MAX_TABLE and all(type(item) is int for item in value.values()):
             settings[str(key)] = {str(name): item for name, item in value.items()}
     return settings
 
@@ -151,11 +153,11 @@ def _notices(top: dict[str, object], traces: list[Trace], state: State, words: V
     notices = []
     unknown = {str(key) for key in top if key not in _TOP_KEYS} | words.unknown_keys | state.unknown_keys
     if unknown:
-        shown = ", ".join(sorted(unknown)[:5]) + (", ..." if len(unknown) > 5 else "")
+        shown = _listed(sorted(unknown))
         notices.append(Notice("unknown-keys", f"{len(unknown)} keys this memtrace does not know were ignored: {shown}"))
     strange = words.actions[len(Action) :]
     if strange:
-        shown = ", ".join(strange[:5]) + (", ..." if len(strange) > 5 else "")
+        shown = _listed(strange)
         notices.append(
             Notice("unknown-actions", f"kinds of events this memtrace does not know are not replayed: {shown}")
         )
@@ -178,3 +180,8 @@ def _notices(top: dict[str, object], traces: list[Trace], state: State, words: V
             )
         )
     return notices
+
+
+def _listed(names: list[str]) -> str:
+    """A few names, cut: they are the file's, and may be anything."""
+    return ", ".join(name[:60] for name in names[:5]) + (", ..." if len(names) > 5 else "")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 
+from memtrace.errors import SourceError
 from memtrace.io.parse import parse
 from memtrace.io.source import DEFAULT_MAX_BYTES, open_pickle
-from memtrace.io.unpickle import load_snapshot_object
+from memtrace.io.unpickle import collection_paused, load_snapshot_object
 from memtrace.model import SnapshotData
 
 Progress = Callable[[int, int | None], None]
@@ -22,12 +22,9 @@ def read_snapshot(
     `progress(done, total)` is called with bytes of the file as they are read. Raises a SourceError that says what
     is wrong with the input; nothing in it is ever run.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()  # millions of small dicts, none of them garbage: collecting makes loading five times slower
-    try:
-        with open_pickle(path, max_bytes=max_bytes, progress=progress) as stream:
+    with open_pickle(path, max_bytes=max_bytes, progress=progress) as stream, collection_paused():
+        try:
             loaded = load_snapshot_object(stream.reader)
             return parse(loaded, path=stream.info.path, file_bytes=stream.info.file_bytes)
-    finally:
-        if was_enabled:
-            gc.enable()
+        except SourceError as error:
+            raise error.about(stream.info.path) from None

@@ -127,9 +127,9 @@ def _newest(history: object, index: int) -> dict[str, object] | None:
     """What lives in a block, from the `history` of torch 1.13 and 2.0 (newest first)."""
     if history is None:
         return None
-    entries = check_list(history, f"block {index}: history")
-    check_dicts(entries, f"block {index}: history entry")
-    return entries[0] if entries else None  # type: ignore[return-value]
+    newest = check_list(history, f"block {index}: history")[:1]
+    check_dicts(newest, f"block {index}: history entry")
+    return newest[0] if newest else None  # type: ignore[return-value]
 
 
 def _frames(block: dict[str, object], past: dict[str, object] | None) -> object:

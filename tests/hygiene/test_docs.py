@@ -17,6 +17,8 @@ import memtrace
 BLOCK = re.compile(r"^```(?:console|bash|sh|shell)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
 
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *FIXTURES.rglob("*.md")])
+
 
 def readme_commands() -> list[str]:
     """The first two fenced command blocks of the README."""
@@ -66,9 +68,7 @@ def test_the_reference_has_a_section_for_each_command() -> None:
     assert set(help_commands()) == set(sections)
 
 
-@pytest.mark.parametrize(
-    "page", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *FIXTURES.rglob("*.md")]), ids=str
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     broken = [target for target in LINK.findall(page.read_text("utf-8")) if not (page.parent / target).exists()]
     assert not broken

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-HEAVY = {"numpy", "rich", "textual", "networkx", "torch", "pandas", "platformdirs", "lzma", "backports.zstd"}
+HEAVY = {"numpy", "rich", "textual", "networkx", "torch", "pandas", "platformdirs", "backports.zstd"}
 RUN_COMMAND = """
 import contextlib, io
 from memtrace.cli import main

@@ -11,13 +11,10 @@ from recordings import ROOT
 
 SKIPPED = {".git", ".venv", "build", "dist", "__pycache__", ".memtrace"}
 SKIPPED_ENDINGS = ("_cache", ".egg-info", ".hypothesis")
-# Put together from parts, so that this file does not name them.
-PATHS = "/(?:" + "|".join(("work", "farm", "root")) + ")/"
-ADDRESSES = "|".join(
-    re.escape(".".join(parts))
-    for parts in (("files", "pythonhosted"), ("pypi", "org"), ("registry", "npmjs"), ("deb", "debian"))
+FORBIDDEN = re.compile(
+    "/(?:work|farm|root)/|/tmp/(?:w|claude)"
+    r"|files\.pythonhosted|pypi\.org|registry\.npmjs|deb\.debian"
 )
-FORBIDDEN = re.compile(f"{PATHS}|{ADDRESSES}|/tmp/(?:w|claude)")
 
 
 def text_files() -> Iterator[tuple[Path, str]]:

@@ -169,6 +169,8 @@ def test_every_cut_is_seen(protocol):
         b"\x80\x02](\x8c\x01aNu.",
         b"\x80\x02N\x87.",
         b"\x80\x02(N\x86.",
+        b"\x80\x02N(N\x86.",  # one of the two is below the mark
+        b"\x80\x02N(.",
         b"\x80\x020.",
         b"\x80\x021.",
         b"\x80\x02h\x00.",  # never kept
