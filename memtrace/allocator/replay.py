@@ -22,6 +22,8 @@ from memtrace.allocator.stream import Events, events_of, with_one_free
 from memtrace.allocator.tolerant import replay_trace_alone
 from memtrace.model import Action, SnapshotData
 
+_MAX_ROUNDS = 3
+"""One size known better can change the room of later blocks; a legal trace settles in one or two rounds."""
 _MAX_PATCHES = 64
 _PATCH_WINDOW = 4096
 """Only the last events can be older than a block of the final map."""
@@ -112,8 +114,8 @@ def _settled(events: Events, start: MemoryMap, at_end: MemoryMap | None) -> tupl
     forced: dict[int, int] = {}
     try:
         run = replay_exactly(events, start, forced)
-        while at_end is not None:
-            better = {event: size for event, size in sizes_at_end(run, at_end).items() if forced.get(event) != size}
+        for _ in range(_MAX_ROUNDS):
+            better = {} if at_end is None else sizes_at_end(run, at_end)
             if not better:
                 break
             forced.update(better)

@@ -55,7 +55,7 @@ def command(
     """
     if peak and at not in (None, "peak"):
         raise click.UsageError("--peak and --at name two moments")
-    when = at or "peak"
+    when = "peak" if at is None else at
     opened: Snapshot = options.open_snapshot(snapshot, common)
     chosen = options.choose_device(opened, device, common)
     answer = opened.blame(when, of, by, chosen, cpp=cpp)

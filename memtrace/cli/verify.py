@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 Examples:
   memtrace verify snapshot.pickle
-  memtrace verify snapshot.pickle --truth stats.json
-  python -c "import json, torch; json.dump({'stats': dict(torch.cuda.memory_stats())}, open('stats.json', 'w'))"
-"""
+  memtrace verify --json snapshot.pickle
+  memtrace verify snapshot.pickle --truth stats.json    with {"stats": torch.cuda.memory_stats()}"""
 _MAX_TRUTH_BYTES = 64 << 20
 _SHOWN = 20
 

@@ -57,9 +57,10 @@ class Interner:
     def stacks(self, frames: Sequence[object], where: str) -> NDArray[np.int32]:
         """Ids of many `frames` lists, each distinct list looked at once."""
         identities = np.fromiter(map(id, frames), np.int64, len(frames))
-        distinct, first, inverse = np.unique(identities, return_index=True, return_inverse=True)
-        ids = np.empty(len(distinct), np.int32)
-        for position, index in enumerate(first.tolist()):
+        _, first, inverse = np.unique(identities, return_index=True, return_inverse=True)
+        ids = np.empty(len(first), np.int32)
+        for position in np.argsort(first).tolist():  # in the file's order: identities differ from run to run
+            index = int(first[position])
             ids[position] = self.stack(frames[index], f"{where} {index}")
         return ids[inverse]
 

@@ -1,0 +1,112 @@
+"""`memtrace info` and `memtrace verify`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from builders import SnapshotBuilder
+from recordings import truth_path
+from running import memtrace
+
+MiB = 1 << 20
+
+
+def test_info_is_one_page() -> None:
+    ran = memtrace("info", "fixtures/ragged-roundup-4.pickle.xz")
+    assert ran.code == 0
+    assert "torch 2.10-2.11" in ran.out
+    assert "6,911 events over 2.002 s, complete" in ran.out
+    assert "alloc 2,393, free_requested 2,234, free_completed 2,234, segment_alloc 50" in ran.out
+    assert "PYTORCH_ALLOC_CONF 'roundup_power2_divisions:4'" in ran.out
+    assert "Optimizer.step#AdamW.step x6" in ran.out
+    assert len(ran.out.splitlines()) < 24
+
+
+def test_info_document() -> None:
+    document = memtrace("info", "--json", "fixtures/gpt2-zero3-recorded-from-step-0.pickle.xz").document
+    data = document["data"]
+    assert data.keys() == {"torch", "devices", "settings", "annotations", "file_bytes"}
+    device = data["devices"][0]
+    assert device.keys() >= {"device", "events", "first_us", "last_us", "complete", "lost_events_at_least", "actions",
+                             "stacks", "current", "peak"}  # fmt: skip
+    assert device["current"].keys() == device["peak"].keys() == {"requested", "allocated", "active", "reserved"}
+    assert device["stacks"].keys() == {"python", "cpp", "none"}
+    assert not device["complete"]
+    assert device["lost_events_at_least"] > 0
+    truth = json.loads(truth_path("gpt2-zero3-recorded-from-step-0").read_text())["stats"]
+    assert device["current"]["allocated"] == truth["allocated_bytes.all.current"]
+
+
+def test_info_of_a_file_without_a_trace() -> None:
+    ran = memtrace("info", "fixtures/public-private-pools-pending-free.pickle.xz")
+    assert ran.code == 0
+    assert "warning[no-trace]" in ran.err
+
+
+def test_verify_prints_every_counter_under_torchs_name() -> None:
+    devices = memtrace("verify", "--json", "fixtures/mlp-adamw.pickle.xz").document["data"]["devices"]
+    truth = json.loads(truth_path("mlp-adamw").read_text())["stats"]
+    stats = devices[0]["stats"]
+    assert len([name for name in stats if not name.startswith("oversize")]) == 111
+    assert {name: truth[name] for name in stats} == stats
+    assert devices[0]["compared"] == 0
+
+
+def test_verify_document() -> None:
+    ran = memtrace("verify", "--json", "fixtures/mlp-peak-reset.pickle.xz", "--truth", truth_path("mlp-peak-reset"))
+    assert ran.code == 0
+    device = ran.document["data"]["devices"][0]
+    assert device.keys() == {"device", "events", "complete", "conflicts", "stats", "compared", "equal", "reset_events",
+                             "different"}  # fmt: skip
+    assert (device["compared"], device["equal"], device["reset_events"]) == (111, 98, [480, 500])
+    assert all(item.keys() == {"name", "ours", "truth", "why"} for item in device["different"])
+
+
+def test_verify_fails_on_one_wrong_number(tmp_path: Path) -> None:
+    truth = json.loads(truth_path("mlp-adamw").read_text())
+    truth["stats"]["requested_bytes.large_pool.freed"] += 1
+    wrong = tmp_path / "truth.json"
+    wrong.write_text(json.dumps(truth))
+    ran = memtrace("verify", "fixtures/mlp-adamw.pickle.xz", "--truth", wrong)
+    assert ran.code == 1
+    assert "110 of 111 counters equal" in ran.out
+    assert "requested_bytes.large_pool.freed" in ran.out
+
+
+def test_verify_fails_on_a_file_that_contradicts_itself() -> None:
+    ran = memtrace("verify", "fixtures/public-trimmed-trace.pickle.xz")
+    assert ran.code == 1
+    assert "contradictions" in ran.out
+    assert "warning[inconsistent]" in ran.err
+
+
+BAD_TRUTHS = (
+    "",
+    "{",
+    "[]",
+    "{}",
+    '{"stats": 7}',
+    '{"stats": {}}',
+    '{"stats": {"num_ooms": 1.5}}',
+    "\x00",
+    "[" * 100_000,
+)
+
+
+@pytest.mark.parametrize("content", BAD_TRUTHS, ids=range(len(BAD_TRUTHS)))
+def test_a_bad_truth_is_said(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "truth.json"
+    path.write_text(content)
+    ran = memtrace("verify", "fixtures/mlp-adamw.pickle.xz", "--truth", path)
+    assert ran.code == 3
+    assert ran.err.startswith("memtrace: error[bad-truth]: ")
+    assert memtrace("verify", "fixtures/mlp-adamw.pickle.xz", "--truth", tmp_path / "none.json").code == 3
+
+
+def test_verify_checks_every_device(tmp_path: Path) -> None:
+    builders = [SnapshotBuilder(device=device).alloc(0x7F0000000000, (device + 1) * MiB) for device in range(3)]
+    path = builders[0].join(*builders[1:]).pickle(tmp_path / "three.pickle")
+    devices = memtrace("verify", "--json", path).document["data"]["devices"]
+    assert [item["stats"]["requested_bytes.all.peak"] for item in devices] == [MiB, 2 * MiB, 3 * MiB]
