@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from memtrace.allocator.exact import BEFORE, Run
 from memtrace.allocator.memory_map import MemoryMap
-from memtrace.allocator.result import Conflict
+from memtrace.allocator.result import Conflict, Lifetimes
+
+Column = NDArray[np.int64]
 
 
 def sizes_at_end(run: Run, at_end: MemoryMap) -> dict[int, int]:
@@ -30,6 +35,20 @@ def differences(run: Run, at_end: MemoryMap) -> list[Conflict]:
         *addresses(_ranges(run.at_end), _ranges(at_end), "segment"),
         *addresses(_blocks(run.at_end), _blocks(at_end), "block"),
     ]
+
+
+def active_missing(lifetimes: Lifetimes, marks: Column, noted: Column) -> tuple[Column, Column]:
+    """(bytes torch noted as active beyond the replay's, by how much the replay's may be too low) at each mark."""
+
+    def over_time(amount: Column) -> Column:
+        born, died = lifetimes.born, lifetimes.died
+        starts, ends = np.argsort(born, kind="stable"), np.argsort(died, kind="stable")
+        begun = np.concatenate([[0], np.cumsum(amount[starts])])[np.searchsorted(born[starts], marks, side="right")]
+        ended = np.concatenate([[0], np.cumsum(amount[ends])])[np.searchsorted(died[ends], marks, side="right")]
+        alive: Column = begun - ended
+        return alive
+
+    return noted - over_time(lifetimes.size), over_time(lifetimes.slack_bound)
 
 
 def _ranges(memory: MemoryMap) -> set[tuple[int, ...]]:

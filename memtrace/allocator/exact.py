@@ -7,6 +7,7 @@ where the settings say it is not, or the reverse: spec 5.5); what that cannot ex
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from memtrace.allocator.initial import ContradictionError, splits_finely
@@ -17,7 +18,8 @@ from memtrace.model import Action
 
 BEFORE = -1
 """Event index of what happened before the recording."""
-_MAX_REPAIRS = 20_000
+_SEARCH_BUDGET = 50_000_000
+"""Blocks looked at in plain searches (rare in real traces) before a trace counts as not the allocator's work."""
 
 
 @dataclass(slots=True)
@@ -115,7 +117,7 @@ class _Forwards:
         self.events = events
         self.forced = forced
         self.revised = 0
-        self.repairs = 0
+        self.searched = 0
         self.still = len(events)
         self.blocks, self.spans = BlockLog(), SpanLog()
         self.splits, self.segments = ChangeLog(), ChangeLog()
@@ -354,7 +356,7 @@ class _Forwards:
 
     def _segment_unmap(self, event: int, address: int, size: int) -> None:
         item = self.ranges.containing(address)
-        start = self._free_start(address) if item is not None and item.expandable and size else None
+        start = self._free_start(event, address) if item is not None and item.expandable and size else None
         if item is None or start is None or start + self.free[start][0] < address + size:
             raise ContradictionError(event, "pages are unmapped that are not free")
         room, owner = self.free.pop(start)
@@ -378,12 +380,19 @@ class _Forwards:
         self.owner_span.append(-1)
         return len(self.owner_large) - 1
 
-    def _free_start(self, address: int) -> int | None:
-        """The free block that holds an address. Rare, so a plain search."""
+    def _free_start(self, event: int, address: int) -> int | None:
+        """The free block that holds an address."""
         if address in self.free:
             return address
-        start = max((start for start in self.free if start < address), default=None)
+        start = self._nearest_below(event, self.free, address)
         return start if start is not None and address < start + self.free[start][0] else None
+
+    def _nearest_below(self, event: int, starts: Collection[int], address: int) -> int | None:
+        """The highest of `starts` below an address. Rare, so a plain search, but not without end."""
+        self.searched += len(starts)
+        if self.searched > _SEARCH_BUDGET:
+            raise ContradictionError(event, "too many events do not fit the allocator's rules")
+        return max((start for start in starts if start < address), default=None)
 
     def _by_default_rounding(self, event: int, room: int, owner: int) -> int:
         """The size of a block that the recorded rounding setting makes too large: the setting was another then."""
@@ -399,20 +408,17 @@ class _Forwards:
 
     def _repair(self, event: int, address: int) -> tuple[int, int]:
         """The hole for an allocation at an address that no free block starts at, if a changed rule explains it."""
-        self.repairs += 1
-        if self.repairs > _MAX_REPAIRS:
-            raise ContradictionError(event, "too many allocations do not fit the allocator's rules")
-        hole = self._hole_in_slack(address) or self._hole_behind_larger(address)
+        hole = self._hole_in_slack(event, address) or self._hole_behind_larger(event, address)
         if hole is None:
             raise ContradictionError(event, "an allocation does not start where a free block starts")
         self.free.pop(address, None)
         return hole
 
-    def _hole_in_slack(self, address: int) -> tuple[int, int] | None:
+    def _hole_in_slack(self, event: int, address: int) -> tuple[int, int] | None:
         """`address` lies in the unused end of a block: that block was split after all."""
         blocks = self.blocks
         for used in (self.live, self.pending):
-            start = max((start for start in used if start < address), default=None)
+            start = self._nearest_below(event, used, address)
             if start is None:
                 continue
             block = used[start]
@@ -433,15 +439,15 @@ class _Forwards:
             return end - address, owner
         return None
 
-    def _hole_behind_larger(self, address: int) -> tuple[int, int] | None:
+    def _hole_behind_larger(self, event: int, address: int) -> tuple[int, int] | None:
         """`address` lies inside a free block: the block in front of it is larger than the rules say."""
-        start = self._free_start(address)
+        start = self._free_start(event, address)
         if start is None:
             return None
         room, owner = self.free[start]
         blocks = self.blocks
         for used in (self.live, self.pending):
-            front = max((place for place in used if place < start), default=None)
+            front = self._nearest_below(event, used, start)
             if front is None:
                 continue
             block = used[front]

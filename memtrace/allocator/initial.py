@@ -17,6 +17,8 @@ from memtrace.allocator.sizes import (
 from memtrace.allocator.stream import FREE, Events
 from memtrace.model import Action
 
+_SEARCH_BUDGET = 500_000_000
+
 
 class ContradictionError(Exception):
     """An event that cannot have happened in the state at hand. Internal: `replay` decides what follows."""
@@ -265,9 +267,12 @@ class _PageUses:
     def __init__(self, events: Events) -> None:
         action = np.array(events.action, np.uint8)
         addr, size = np.array(events.addr, np.int64), np.array(events.size, np.int64)
-        self.map_event = np.flatnonzero(action == Action.SEGMENT_MAP)
+        maps = np.flatnonzero(action == Action.SEGMENT_MAP)
+        self.map_event = maps[np.argsort(addr[maps], kind="stable")]
         self.map_start = addr[self.map_event]
         self.map_size = size[self.map_event]
+        self.longest_map = int(self.map_size.max(initial=0))
+        self.searched = 0
         used = np.flatnonzero((action == Action.ALLOC) | (action == Action.FREE_COMPLETED) | (action == FREE))
         order = np.argsort(addr[used], kind="stable")
         self.use_event = used[order]
@@ -276,20 +281,20 @@ class _PageUses:
 
     def large_before(self, event: int, start: int, end: int) -> bool | None:
         """The pool of the last map, allocation or free inside [start, end) before `event`; None if there is none."""
-        maps = (self.map_start < end) & (self.map_start + self.map_size > start) & (self.map_event < event)
-        first, last = np.searchsorted(self.use_start, [start, end])
-        uses = np.flatnonzero(self.use_event[first:last] < event) + first
-        last_map, last_use = -1, -1
-        if maps.any():
-            last_map = int(self.map_event[maps].max())
-        if len(uses):
-            row = uses[self.use_event[uses].argmax()]
-            last_use = int(self.use_event[row])
-        if last_map < 0 and last_use < 0:
+        near = slice(*np.searchsorted(self.map_start, [start - self.longest_map, end]).tolist())
+        inside = slice(*np.searchsorted(self.use_start, [start, end]).tolist())
+        self.searched += near.stop - near.start + inside.stop - inside.start
+        if self.searched > _SEARCH_BUDGET:
+            raise ContradictionError(event, "more pages are mapped and unmapped than can be followed")
+        covers = self.map_start[near] + self.map_size[near] > start
+        last_map = np.where(covers & (self.map_event[near] < event), self.map_event[near], -1)
+        last_use = np.where(self.use_event[inside] < event, self.use_event[inside], -1)
+        latest_map, latest_use = int(last_map.max(initial=-1)), int(last_use.max(initial=-1))
+        if latest_map < 0 and latest_use < 0:
             return None
-        if last_use > last_map:
-            return bool(self.use_large[row])
-        return int(self.map_size[self.map_event == last_map][0]) != SMALL_SEGMENT
+        if latest_use > latest_map:
+            return bool(self.use_large[inside][last_use.argmax()])
+        return int(self.map_size[near][last_map.argmax()]) != SMALL_SEGMENT
 
 
 def _fields(block: MapBlock) -> tuple[int, int, int, bool, int, int]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from memtrace.allocator.agreement import differences, sizes_at_end
+from memtrace.allocator.agreement import active_missing, differences, sizes_at_end
 from memtrace.allocator.exact import BEFORE, Run, replay_exactly
 from memtrace.allocator.initial import ContradictionError, map_before
 from memtrace.allocator.memory_map import MapBlock, MemoryMap, map_at_end
 from memtrace.allocator.notices import notices_of
-from memtrace.allocator.result import Conflict, Replay, changes_of, lifetimes_of, spans_of
+from memtrace.allocator.result import Conflict, Lifetimes, Replay, changes_of, lifetimes_of, spans_of
 from memtrace.allocator.sizes import AllocatorSettings
 from memtrace.allocator.stream import Events, events_of, with_one_free
 from memtrace.allocator.tolerant import replay_trace_alone
@@ -24,9 +25,14 @@ from memtrace.model import Action, SnapshotData
 
 _MAX_ROUNDS = 3
 """One size known better can change the room of later blocks; a legal trace settles in one or two rounds."""
+_MAX_SETTLED = 16
+"""Block sizes from before the recording settled by marks, one replay each."""
 _MAX_PATCHES = 64
 _PATCH_WINDOW = 4096
 """Only the last events can be older than a block of the final map."""
+
+
+Column = NDArray[np.int64]
 
 
 class _Attempt(NamedTuple):
@@ -145,24 +151,44 @@ def _with_marks(events: Events, at_end: MemoryMap, attempt: _Attempt) -> _Attemp
     They check the replay, and settle the size of a block from before the recording when just one is unsure.
     (In a file with private pools such a mark may be of one pool only, and says nothing.)
     """
-    marks = [event for event, action in enumerate(events.action) if action == Action.SNAPSHOT]
+    marks = np.flatnonzero(np.array(events.action, np.uint8) == Action.SNAPSHOT)
     run, conflicts, complete = attempt
-    for event in marks:
+    known: dict[int, int] = {}
+    for _ in range(_MAX_SETTLED if len(marks) else 0):
         lifetimes = lifetimes_of(run)
-        active = lifetimes.active_at(event)
-        missing = events.size[event] - int(lifetimes.size[active].sum())
-        unsure = np.flatnonzero(active & (lifetimes.slack_bound > 0))
-        if missing < 0 or missing > int(lifetimes.slack_bound[unsure].sum()):
-            conflicts.append(Conflict(event, "the active bytes that torch noted are not those of the replay"))
-        elif missing and len(unsure) == 1:
-            before = map_before(events, at_end)
-            block = next(block for block in before.blocks if block.address == int(lifetimes.address[unsure[0]]))
-            block.size += missing
-            block.slack_bound = 0
-            settled = _settled(events, before, at_end)
-            if settled is not None and not settled[1]:
-                run = settled[0]
+        missing, bound = active_missing(lifetimes, marks, np.array(events.size, np.int64)[marks])
+        wrong = (missing < 0) | (missing > bound)
+        if wrong.any():
+            conflicts = [
+                Conflict(event, "the active bytes that torch noted are not those of the replay")
+                for event in marks[wrong].tolist()
+            ]
+            break
+        found = _settled_by_marks(lifetimes, marks[missing > 0], missing[missing > 0])
+        if not found:
+            break
+        known |= found
+        before = map_before(events, at_end)
+        for block in before.blocks:
+            if block.address in known:
+                block.size += known[block.address]
+                block.slack_bound = 0
+        settled = _settled(events, before, at_end)
+        if settled is None or settled[1]:
+            break
+        run = settled[0]
     return _Attempt(run, conflicts, complete)
+
+
+def _settled_by_marks(lifetimes: Lifetimes, marks: Column, missing: Column) -> dict[int, int]:
+    """Address of a block from before the recording -> bytes it is larger, where it is the only unsure one alive."""
+    unsure = np.flatnonzero(lifetimes.slack_bound > 0)
+    found: dict[int, int] = {}
+    for mark, size in zip(marks.tolist(), missing.tolist(), strict=True):
+        alive = unsure[lifetimes.died[unsure] > mark]
+        if len(alive) == 1:
+            found.setdefault(int(lifetimes.address[alive[0]]), size)
+    return found
 
 
 def _events_before(run: Run) -> int:

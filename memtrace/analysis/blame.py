@@ -84,7 +84,7 @@ def blame_at(
 ) -> Blame:
     """Who owns the bytes of counter `of` after `event`, grouped `by` one of `BYS` (`tree`: by call path)."""
     held = holdings_at(replay, attribution, event, of)
-    groups = _Groups(held, shown, replay)
+    groups = _Groups(held, shown, replay, event)
     labels = _group_keys(held, shown, by)
     rows = [groups.row(members, by) for members in _members(labels)]
     rows.sort(key=lambda row: (-row.bytes, row.key or "", row.category, row.stack))
@@ -144,11 +144,11 @@ def _members(keys: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 class _Groups:
     """Makes one `Row` of the rows of a group."""
 
-    def __init__(self, held: Holdings, shown: ShownStacks, replay: Replay) -> None:
+    def __init__(self, held: Holdings, shown: ShownStacks, replay: Replay, event: int) -> None:
         self.held = held
         self.shown = shown
         self.replay = replay
-        self.segments = _SegmentLookup(replay)
+        self.segments = _SegmentLookup(replay, event)
 
     def row(self, members: NDArray[np.int64], by: str) -> Row:
         held, shown = self.held, self.shown
@@ -202,6 +202,8 @@ class _Groups:
         if NOT_RECORDED in rows:
             return None
         table = self.shown.table
+        if len(rows) == 1:
+            return table.frame(int(table.ids(rows[0])[0]))
         common = set(table.ids(rows[0]).tolist())
         for row in rows[1:]:
             common.intersection_update(table.ids(row).tolist())
@@ -226,20 +228,19 @@ class _Groups:
 
 
 class _SegmentLookup:
-    """Address of the segment a block lies in; in expandable memory, of the mapped range when it was born."""
+    """Address of the segment a block lies in; in expandable memory, of the mapped range at that moment."""
 
-    def __init__(self, replay: Replay) -> None:
-        self.replay = replay
+    def __init__(self, replay: Replay, event: int) -> None:
+        self.blocks, self.spans = replay.lifetimes, replay.spans
+        ranges = np.flatnonzero(self.spans.expandable & self.spans.alive_at(event))
+        self.starts = np.sort(self.spans.address[ranges])
 
     def address(self, block: int) -> int | None:
-        blocks, spans = self.replay.lifetimes, self.replay.spans
-        if blocks.span[block] >= 0:
-            return int(spans.address[blocks.span[block]])
-        address, born = blocks.address[block], int(blocks.born[block])
-        inside = spans.expandable & spans.alive_at(born) & (spans.address <= address)
-        inside &= address < spans.address + spans.size.astype(np.uint64)
-        found = np.flatnonzero(inside)
-        return int(spans.address[found[0]]) if len(found) else None
+        span = int(self.blocks.span[block])
+        if span >= 0:
+            return int(self.spans.address[span])
+        index = int(np.searchsorted(self.starts, self.blocks.address[block], side="right")) - 1
+        return int(self.starts[index]) if index >= 0 else None
 
 
 def _heaviest(values: NDArray[np.generic], size: NDArray[np.int64]) -> int:

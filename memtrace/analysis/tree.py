@@ -12,9 +12,12 @@ from typing import TypeAlias
 import networkx as nx
 
 from memtrace.analysis.blame import Blame
+from memtrace.errors import QuestionError
 from memtrace.model import Frame
 
 ROOT = 0
+MAX_NODES = 200_000
+"""A real call tree has a few thousand; a file made to have millions would take gigabytes."""
 Graph: TypeAlias = "nx.DiGraph[int]"
 
 
@@ -38,6 +41,10 @@ def call_tree(blame: Blame) -> CallTree:
         child = child_of.get((node, step))
         if child is None:
             child = child_of[node, step] = len(child_of) + 1
+            if child > MAX_NODES:
+                raise QuestionError(
+                    f"the call tree has more than {MAX_NODES:,} nodes", hint="Use --by stack, or a later --at."
+                )
             graph.add_node(child, frame=frame, label=label, bytes=0, self_bytes=0)
             graph.add_edge(node, child, weight=0)
         graph.nodes[child]["bytes"] += size

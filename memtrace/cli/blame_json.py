@@ -25,7 +25,7 @@ def write(opened: Snapshot, answer: Blame, notices: Iterable[Notice]) -> None:
         "total_bytes": answer.total_bytes,
         "bound_bytes": answer.slack_bound,
         "by": answer.by,
-        "rows": [_json_row(answer, row) for row in answer.rows],
+        "rows": (_json_row(answer, row) for row in answer.rows),
     }
     if answer.by == "tree":
         tree = call_tree(answer)

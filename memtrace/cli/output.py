@@ -40,7 +40,12 @@ def write_document(
 def _encode(value: Any) -> Iterator[str]:
     if isinstance(value, Nested):
         yield from value.fragments
-    elif isinstance(value, dict) and any(isinstance(item, (Nested, dict)) for item in value.values()):
+    elif isinstance(value, Iterator):
+        yield "["
+        for index, item in enumerate(value):
+            yield f"{', ' if index else ''}{json.dumps(item)}"
+        yield "]"
+    elif isinstance(value, dict) and any(isinstance(item, (Nested, dict, Iterator)) for item in value.values()):
         yield "{"
         for index, (key, item) in enumerate(value.items()):
             yield f"{', ' if index else ''}{json.dumps(key)}: "

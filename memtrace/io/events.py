@@ -24,7 +24,7 @@ class Vocabulary:
     """What the events of a file share: action names, pool ids, and the keys met on the way."""
 
     actions: list[str] = field(default_factory=lambda: [action.name.lower() for action in Action])
-    pools: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    pools: dict[tuple[int, int], int] = field(default_factory=lambda: {(0, 0): 0})
     event_keys: set[str] = field(default_factory=set)
     unknown_keys: set[str] = field(default_factory=set)
 
@@ -33,9 +33,7 @@ class Vocabulary:
         if not isinstance(value, (tuple, list)) or len(value) != 2:
             raise NotASnapshotError(f"{where}: a pool id is not a pair of integers")
         pair = (check_integer(value[0], "pool id", where), check_integer(value[1], "pool id", where))
-        if pair not in self.pools:
-            self.pools.append(pair)
-        return self.pools.index(pair)
+        return self.pools.setdefault(pair, len(self.pools))
 
 
 def parse_trace(events: list[object], device: int, interner: Interner, words: Vocabulary) -> Trace:

@@ -12,6 +12,7 @@ from memtrace.model import StackTable, StringTable
 from memtrace.model.stacks import NOT_RECORDED
 
 _MAX_LINE = 2**31 - 1
+_MAX_DEPTH = 100_000
 _MAX_CPP_FRAMES = 16_000_000
 """One list of names may be joined to many stacks: without a limit a small file could grow without end."""
 
@@ -45,6 +46,8 @@ class Interner:
             return known
         if type(frames) is not list:
             raise NotASnapshotError(f"{where}: frames is {_kind(frames)}, expected a list")
+        if len(frames) > _MAX_DEPTH:
+            raise NotASnapshotError(f"{where}: a stack of {len(frames):,} frames is deeper than any program's")
         of_id = self._frame_of_id
         try:
             key = tuple([of_id[id(frame)] for frame in frames])
