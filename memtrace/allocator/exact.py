@@ -10,8 +10,18 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from memtrace.allocator.initial import ContradictionError, splits_finely
-from memtrace.allocator.memory_map import MapBlock, MemoryMap, Range, RangeSet, assign_owners, gaps
+from memtrace.allocator.initial import ContradictionError
+from memtrace.allocator.memory_map import (
+    UNKNOWN_POOL,
+    MapBlock,
+    MemoryMap,
+    PrivatePools,
+    Range,
+    RangeSet,
+    assign_owners,
+    gaps,
+    splits_finely,
+)
 from memtrace.allocator.sizes import LARGE_REMAINDER, MIN_BLOCK, SMALL_SEGMENT
 from memtrace.allocator.stream import FREE, Events
 from memtrace.model import Action
@@ -97,7 +107,7 @@ class Run:
     """Address of each block in use at the end -> the event it was born at."""
 
 
-def replay_exactly(events: Events, start: MemoryMap, forced: dict[int, int]) -> Run:
+def replay_exactly(events: Events, start: MemoryMap, private: PrivatePools, forced: dict[int, int]) -> Run:
     """Replays all events from `start`. `forced` maps alloc events to block sizes known better than by the rules.
 
     Raises ContradictionError at the first event that cannot be explained. Sizes that had to be explained by a
@@ -105,7 +115,7 @@ def replay_exactly(events: Events, start: MemoryMap, forced: dict[int, int]) -> 
     """
     for _ in range(4):
         known = len(forced)
-        walk = _Forwards(events, start, forced)
+        walk = _Forwards(events, start, private, forced)
         run = walk.run()
         if len(forced) == known and not walk.revised:
             return run
@@ -113,8 +123,9 @@ def replay_exactly(events: Events, start: MemoryMap, forced: dict[int, int]) -> 
 
 
 class _Forwards:
-    def __init__(self, events: Events, start: MemoryMap, forced: dict[int, int]) -> None:
+    def __init__(self, events: Events, start: MemoryMap, private: PrivatePools, forced: dict[int, int]) -> None:
         self.events = events
+        self.private = private
         self.forced = forced
         self.revised = 0
         self.searched = 0
@@ -127,6 +138,7 @@ class _Forwards:
         self.free_ends: dict[int, int] = {}
         self.owner_large: list[bool] = []
         self.owner_fine: list[bool] = []
+        self.owner_unsplit: list[bool] = []
         self.owner_expandable: list[bool] = []
         self.owner_blocks: list[int] = []
         self.owner_span: list[int] = []
@@ -197,6 +209,7 @@ class _Forwards:
         events, forced, still = self.events, self.forced, self.still
         live, pending, free, free_ends = self.live, self.pending, self.free, self.free_ends
         fine, expandable, large, counts = self.owner_fine, self.owner_expandable, self.owner_large, self.owner_blocks
+        unsplit = self.owner_unsplit
         blocks, splits = self.blocks, self.splits
         add_address, add_size, add_requested = blocks.address.append, blocks.size.append, blocks.requested.append
         add_born, add_owner, add_stack = blocks.born.append, blocks.owner.append, blocks.stack.append
@@ -222,9 +235,11 @@ class _Forwards:
                 else:
                     block_size = rounded
                     rest = room - rounded
-                    split = rest >= MIN_BLOCK and (
-                        fine[owner] or (rounded < max_split and rest > LARGE_REMAINDER)
-                    )  # fmt: skip
+                    split = (
+                        rest >= MIN_BLOCK
+                        and (fine[owner] or (rounded < max_split and rest > LARGE_REMAINDER))
+                        and not unsplit[owner]
+                    )
                     if not split:
                         block_size = room
                 if rounded > block_size or block_size > room:
@@ -307,7 +322,10 @@ class _Forwards:
         if size == 0 or not self.ranges.is_clear(address, size):
             raise ContradictionError(event, "a segment is made where another one lies")
         large = size != SMALL_SEGMENT
-        item = Range(address, size, large, stream, self.events.pool_of(event), expandable=False, stack=stack)
+        pool = self.events.pool_of(event)
+        if pool == UNKNOWN_POOL:
+            pool = self.private.of_segment.get(address, UNKNOWN_POOL)
+        item = Range(address, size, large, stream, pool, expandable=False, stack=stack)
         item.owner = self._new_owner(item)
         item.span = self.owner_span[item.owner] = self.spans.add(item, event, self.still)
         self.ranges.add(item)
@@ -375,6 +393,7 @@ class _Forwards:
     def _new_owner(self, item: Range) -> int:
         self.owner_large.append(item.large)
         self.owner_fine.append(splits_finely(item, self.events.settings))
+        self.owner_unsplit.append(item.pool in self.private.unsplit)
         self.owner_expandable.append(item.expandable)
         self.owner_blocks.append(0)
         self.owner_span.append(-1)

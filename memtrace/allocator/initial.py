@@ -6,13 +6,21 @@ from bisect import bisect_left, bisect_right, insort
 
 import numpy as np
 
-from memtrace.allocator.memory_map import MapBlock, MemoryMap, Range, RangeSet, assign_owners, gaps
+from memtrace.allocator.memory_map import (
+    MapBlock,
+    MemoryMap,
+    PrivatePools,
+    Range,
+    RangeSet,
+    assign_owners,
+    gaps,
+    splits_finely,
+)
 from memtrace.allocator.sizes import (
     LARGE_PAGE,
     LARGE_REMAINDER,
     SMALL_REQUEST,
     SMALL_SEGMENT,
-    AllocatorSettings,
 )
 from memtrace.allocator.stream import FREE, Events
 from memtrace.model import Action
@@ -37,19 +45,13 @@ def map_before(events: Events, at_end: MemoryMap) -> MemoryMap:
     return walk.result()
 
 
-def splits_finely(item: Range, settings: AllocatorSettings) -> bool:
-    """Whether any rest of 512 bytes or more is split off in this range (else only more than 1 MiB is)."""
-    if not item.large or item.expandable:
-        return True
-    return settings.expandable and (item.pool == 0 or not settings.custom_pools_split_plainly)
-
-
 class _Backwards:
     """The map while walking back. Free blocks in `free` (start -> size, range), ordered by `starts`."""
 
     def __init__(self, events: Events, at_end: MemoryMap) -> None:
         self.events = events
         self.settings = events.settings
+        self.private = PrivatePools.of(at_end, events.settings)
         ranges = [
             Range(item.start, item.size, item.large, item.stream, item.pool, item.expandable, item.stack)
             for item in at_end.ranges
@@ -142,6 +144,8 @@ class _Backwards:
             rounded = self.events.plain[event]  # the rounding setting may have changed since
         if rounded > available:
             raise ContradictionError(event, "a freed block is larger than the free space at its place")
+        if item.pool in self.private.unsplit and is_whole:
+            return available, 0
         if splits_finely(item, self.settings):
             return rounded, 0
         rest = available - rounded

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from memtrace.allocator.sizes import LARGE_REMAINDER, MIN_BLOCK, AllocatorSettings, round_sizes
 from memtrace.model import BlockState, SnapshotData
 from memtrace.model.stacks import NOT_RECORDED
 from memtrace.model.state import REQUEST_UNKNOWN
@@ -163,6 +164,48 @@ def map_at_end(data: SnapshotData, device: int) -> MemoryMap:
                 )
             )
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class PrivatePools:
+    """What the final map tells of private pools: whose a segment is (by address), and which pools never split blocks
+    (`MemPool(no_split=True)`, torch >= 2.10: nowhere said, so by what the blocks show)."""
+
+    of_segment: dict[int, int]
+    unsplit: frozenset[int]
+
+    @classmethod
+    def of(cls, at_end: MemoryMap, settings: AllocatorSettings) -> PrivatePools:
+        """Pool 0, the default one, always splits."""
+        of_segment = {item.start: item.pool for item in at_end.ranges if not item.expandable}
+        by_pool: dict[int, list[tuple[Range, MapBlock]]] = {}
+        ranges = RangeSet(at_end.ranges)
+        for block in at_end.blocks:
+            home = ranges.containing(block.address)
+            if home is not None and home.pool > 0 and not home.expandable:
+                by_pool.setdefault(home.pool, []).append((home, block))
+        unsplit = {
+            pool
+            for pool, pairs in by_pool.items()
+            if all(block.size == home.size for home, block in pairs)
+            and any(_would_split(home, block, settings) for home, block in pairs)
+        }
+        return cls(of_segment, frozenset(unsplit))
+
+
+def splits_finely(item: Range, settings: AllocatorSettings) -> bool:
+    """Whether any rest of 512 bytes or more is split off in this range (else only more than 1 MiB is)."""
+    if not item.large or item.expandable:
+        return True
+    return settings.expandable and (item.pool == 0 or not settings.custom_pools_split_plainly)
+
+
+def _would_split(home: Range, block: MapBlock, settings: AllocatorSettings) -> bool:
+    rounded = int(round_sizes(np.array([block.requested], np.int64), settings.divisions)[0])
+    rest = home.size - rounded
+    if splits_finely(home, settings):
+        return rest >= MIN_BLOCK
+    return rounded < settings.max_split_size and rest > LARGE_REMAINDER
 
 
 def assign_owners(ranges: list[Range]) -> dict[tuple[bool, int], int]:

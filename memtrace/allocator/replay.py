@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from memtrace.allocator.agreement import active_missing, differences, sizes_at_end
 from memtrace.allocator.exact import BEFORE, Run, replay_exactly
 from memtrace.allocator.initial import ContradictionError, map_before
-from memtrace.allocator.memory_map import MapBlock, MemoryMap, map_at_end
+from memtrace.allocator.memory_map import MapBlock, MemoryMap, PrivatePools, map_at_end
 from memtrace.allocator.notices import notices_of
 from memtrace.allocator.result import Conflict, Lifetimes, Replay, changes_of, lifetimes_of, spans_of
 from memtrace.allocator.sizes import AllocatorSettings
@@ -71,7 +71,7 @@ def replay(data: SnapshotData, device: int) -> Replay:
 def _attempt(data: SnapshotData, events: Events, at_end: MemoryMap) -> _Attempt:
     """The first attempt that fits."""
     if not len(events):
-        return _Attempt(replay_exactly(events, at_end, {}), [], complete=not at_end)
+        return _Attempt(replay_exactly(events, at_end, PrivatePools({}, frozenset()), {}), [], complete=not at_end)
     if data.tiled:
         found = _exact(data, events, at_end)
         one_free = with_one_free(events)
@@ -117,15 +117,16 @@ def _settled(events: Events, start: MemoryMap, at_end: MemoryMap | None) -> tupl
 
     Blocks that live to the end have the size that the final map shows, where the rules give another.
     """
+    private = PrivatePools.of(at_end or MemoryMap(), events.settings)
     forced: dict[int, int] = {}
     try:
-        run = replay_exactly(events, start, forced)
+        run = replay_exactly(events, start, private, forced)
         for _ in range(_MAX_ROUNDS):
             better = {} if at_end is None else sizes_at_end(run, at_end)
             if not better:
                 break
             forced.update(better)
-            run = replay_exactly(events, start, forced)
+            run = replay_exactly(events, start, private, forced)
     except ContradictionError:
         return None
     return run, [] if at_end is None else differences(run, at_end)
