@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrace.allocator.exact import BEFORE, Run
+from memtrace.allocator.logs import BEFORE, Run
 from memtrace.allocator.memory_map import MemoryMap
 from memtrace.allocator.result import Conflict, Lifetimes
 

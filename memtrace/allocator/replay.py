@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrace.allocator.agreement import active_missing, differences, sizes_at_end
-from memtrace.allocator.exact import BEFORE, Run, replay_exactly
+from memtrace.allocator.exact import replay_exactly
 from memtrace.allocator.initial import ContradictionError, map_before
+from memtrace.allocator.logs import BEFORE, Run
 from memtrace.allocator.memory_map import MapBlock, MemoryMap, PrivatePools, map_at_end
 from memtrace.allocator.notices import notices_of
 from memtrace.allocator.result import Conflict, Lifetimes, Replay, changes_of, lifetimes_of, spans_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrace.allocator.exact import ChangeLog, Run
+from memtrace.allocator.logs import ChangeLog, Run
 from memtrace.allocator.memory_map import MemoryMap
 from memtrace.allocator.sizes import AllocatorSettings
 from memtrace.model import Notice

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from memtrace.allocator.exact import BEFORE, BlockLog, ChangeLog, Run, SpanLog
+from memtrace.allocator.logs import BEFORE, BlockLog, ChangeLog, Run, SpanLog
 from memtrace.allocator.memory_map import MemoryMap, Range, RangeSet
 from memtrace.allocator.sizes import SMALL_REQUEST, SMALL_SEGMENT
 from memtrace.allocator.stream import FREE, Events

@@ -110,7 +110,7 @@ def test_a_rounding_that_was_off_and_is_on_at_the_end() -> None:
 
 
 def test_expandable_turned_on_after_the_segment_was_made() -> None:
-    """With the setting on, also ordinary segments are split finely (torch < 2.10 everywhere, later in the default pool)."""
+    """With the setting on ordinary segments are split finely too (torch >= 2.10: in the default pool)."""
     size = 19 * MiB + MiB // 2
     events = [event("segment_alloc", BASE, 20 * MiB), event("alloc", BASE, size)]
     blocks = [(size, size, "active_allocated"), (20 * MiB - size, 0, "inactive")]
