@@ -1,4 +1,4 @@
-"""What a pass over the events writes down: blocks, segments, counter changes. Lists that grow; `result` freezes them."""
+"""What a pass over the events writes down: blocks, segments, counter changes. `result` freezes these lists."""
 
 from __future__ import annotations
 

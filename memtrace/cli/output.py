@@ -6,12 +6,17 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memtrace._version import __version__
 from memtrace.text import printable
 
+if TYPE_CHECKING:
+    from rich.text import Text
+
 _PIPE_WIDTH = 100_000
+_GAP = 2
+_LEAST_WIDTH = 16
 
 
 class Nested:
@@ -78,7 +83,6 @@ class Column:
     title: str
     right: bool = False
     grow: bool = False
-    style: str = ""
 
 
 class Page:
@@ -105,7 +109,7 @@ class Page:
         """One paragraph, wrapped on a terminal only."""
         from rich.text import Text
 
-        self._console.print(Text(_clean(text), style=style), overflow="fold")
+        self._console.print(Text(printable(text), style=style), overflow="fold")
 
     def table(
         self, columns: Sequence[Column], rows: Iterable[Sequence[str]], *, dim_rows: frozenset[int] = frozenset()
@@ -114,35 +118,46 @@ class Page:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False, header_style="dim")
+        texts = [[self._cell(cell, dim=index in dim_rows) for cell in row] for index, row in enumerate(rows)]
+        least = self._fit(columns, texts)
+        table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, show_edge=False, header_style="dim")
         for column in columns:
-            table.add_column(
-                column.title,
-                justify="right" if column.right else "left",
-                no_wrap=True,
-                overflow="ellipsis" if column.grow else "fold",
-                style=column.style,
-                min_width=8 if column.grow else None,
-                ratio=None,
-            )
-        for index, row in enumerate(rows):
-            cells = []
-            for cell in row:
-                first, *rest = [_clean(part) for part in cell.split("\n")]
-                text = Text(first, style="dim" if index in dim_rows else "")
-                for part in rest:
-                    text.append("\n" + part, style="dim")
-                cells.append(text)
-            table.add_row(*cells)
+            table.add_column(Text(column.title), justify="right" if column.right else "left", no_wrap=True)
+        for row in texts:
+            table.add_row(*row)
         with self._console.capture() as capture:
-            self._console.print(table)
+            self._console.print(table, width=max(self.width, least))
         for line in capture.get().splitlines():
-            sys.stdout.write(_without_trailing_space(line) + "\n")
+            sys.stdout.write(line.rstrip() + "\n")
 
+    def _cell(self, cell: str, *, dim: bool) -> Text:
+        """A cell of one or more lines; those after the first are dimmed."""
+        from rich.text import Text
 
-def _clean(text: str) -> str:
-    return printable(text)
+        first, *rest = [printable(part) for part in cell.split("\n")]
+        text = Text(first, style="dim" if dim else "")
+        for part in rest:
+            text.append("\n" + part, style="dim")
+        return text
 
+    def _fit(self, columns: Sequence[Column], texts: list[list[Text]]) -> int:
+        """Cuts the lines of the column that may grow to what the others leave of the terminal's width.
 
-def _without_trailing_space(line: str) -> str:
-    return line.rstrip()
+        Returns the width below which figures would be cut: a narrower terminal wraps the lines instead.
+        """
+        from rich.text import Text
+
+        def width(index: int) -> int:
+            cells = [Text(columns[index].title), *(row[index] for row in texts)]
+            return max(line.cell_len for cell in cells for line in cell.split())
+
+        growing = [index for index, column in enumerate(columns) if column.grow]
+        others = sum(width(index) + _GAP for index in range(len(columns)) if index not in growing)
+        room = max(self.width - others, _LEAST_WIDTH)
+        for row in texts:
+            for index in growing:
+                lines = row[index].split(allow_blank=True)
+                for line in lines:
+                    line.truncate(room, overflow="ellipsis")
+                row[index] = Text("\n").join(lines)
+        return others + (_LEAST_WIDTH if growing else 0)
