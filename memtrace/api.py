@@ -131,9 +131,9 @@ class Snapshot:
     ) -> NDArray[np.int64]:
         """One of torch's counters over time: entry 0 before the first event, entry e + 1 after event e."""
         if counter not in COUNTERS:
-            raise QuestionError.unknown("counter", counter, COUNTERS)
+            raise QuestionError.unknown("counter", counter, COUNTERS, where="torch")
         if pool not in POOLS:
-            raise QuestionError.unknown("pool", pool, POOLS)
+            raise QuestionError.unknown("pool", pool, POOLS, where="torch")
         return series(self.replay(device), counter, pool)
 
     def peak(self, of: str = "allocated", device: int | None = None) -> Peak:
@@ -148,6 +148,8 @@ class Snapshot:
         """The event index that `at` names: peak, end, oom, an event number, or a time such as `1.42s`."""
         _counter(of)
         chosen = self._device(device)
+        if isinstance(at, float):
+            raise QuestionError("a moment is an event number or text", hint="Write a time as '1.42s'.")
         return moment.event_at(str(at), of, self.replay(chosen), self.data.trace(chosen))
 
     def blame(
@@ -166,7 +168,7 @@ class Snapshot:
         True
         """
         if by not in BYS:
-            raise QuestionError.unknown("grouping", by, BYS)
+            raise QuestionError.unknown("grouping", by, BYS, where="memtrace")
         chosen = self._device(device)
         event = self.event(at, of, chosen)
         shown = self._shown_with_cpp if cpp else self._shown
@@ -223,5 +225,5 @@ class Snapshot:
 
 def _counter(of: str) -> str:
     if of not in moment.COUNTER:
-        raise QuestionError.unknown("size", of, moment.COUNTER)
+        raise QuestionError.unknown("size", of, moment.COUNTER, where="torch")
     return moment.COUNTER[of]

@@ -38,6 +38,9 @@ class MemtraceError(Exception):
         self.message = message
         self.hint = hint
 
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}. {self.hint}"
+
 
 class SourceError(MemtraceError):
     """A named snapshot cannot be used."""

@@ -37,6 +37,9 @@ class Lifetimes:
     def __len__(self) -> int:
         return len(self.size)
 
+    def __repr__(self) -> str:
+        return f"Lifetimes({len(self):,} blocks: {', '.join(self.__slots__)})"
+
     def active_at(self, event: int) -> NDArray[np.bool_]:
         """Rows in use or pending after `event` (-1: before the first)."""
         return (self.born <= event) & (event < self.died)
@@ -101,6 +104,13 @@ class Replay:
     segments: Changes
     settings: AllocatorSettings
     notices: tuple[Notice, ...]
+
+    def __repr__(self) -> str:
+        state = "complete" if self.complete else "window"
+        return (
+            f"Replay(device {self.device}: {self.events:,} events, {state}, {len(self.lifetimes):,} blocks, "
+            f"{len(self.conflicts)} conflicts)"
+        )
 
     def noting(self, notices: tuple[Notice, ...]) -> Replay:
         """The same replay with these notices."""

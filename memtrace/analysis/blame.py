@@ -70,6 +70,10 @@ class Blame:
     rows: tuple[Row, ...]
     stacks: StackTable
 
+    def frames(self, row: Row) -> tuple[Frame, ...]:
+        """The heaviest stack of a row, innermost frame first; empty when it has none."""
+        return self.stacks.frames(row.stack)
+
     def __repr__(self) -> str:
         rows = "".join(
             f"\n  {format_bytes(row.bytes):>12}  {row.blocks:>6} blocks  {row.key or row.category}  {row.label}"

@@ -75,11 +75,13 @@ def is_plumbing(frame: Frame) -> bool:
 
 
 def library_path(frames: Sequence[Frame]) -> list[Frame]:
-    """The library frames that say most about a stack (innermost first): of each run of frames in one package, the
-    innermost that does something of its own."""
+    """The library calls inside the program's innermost frame that say most (innermost first): of each run of frames in
+    one package, the innermost that does something of its own."""
     telling: list[Frame] = []
     package = None
     for frame in frames:
+        if side_of(frame.filename) == Side.OWN:
+            break
         if side_of(frame.filename) != Side.LIBRARY or is_plumbing(frame):
             continue
         here = short_path(frame.filename).split("/")[0]

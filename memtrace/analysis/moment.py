@@ -14,8 +14,8 @@ from memtrace.model import Action, Trace
 Of = Literal["allocated", "reserved", "requested", "active"]
 COUNTER: dict[str, str] = {of: f"{of}_bytes" for of in ("allocated", "reserved", "requested", "active")}
 
-_SECONDS = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)s")
-_EVENT = re.compile(r"-1|[0-9]+")
+_SECONDS = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)s", re.ASCII)
+_EVENT = re.compile(r"-1|[0-9][0-9,]*")
 
 
 def peak_event(replay: Replay, of: str = "allocated") -> int:
@@ -38,12 +38,13 @@ def event_at(at: str, of: str, replay: Replay, trace: Trace) -> int:
     if seconds := _SECONDS.fullmatch(at):
         return _event_at_time(float(seconds[1]), replay, trace)
     if _EVENT.fullmatch(at):
-        if int(at) > last:
+        event = int(at.replace(",", ""))
+        if event > last:
             raise QuestionError(f"no event {at} in this trace", hint=f"Events are 0 to {last}; -1 is before the first.")
-        return int(at)
+        return event
     raise QuestionError(
         f"--at takes peak, end, oom, an event number or a time, not {at!r}",
-        hint="For example --at 52840 or --at 1.42s.",
+        hint="For example --at 52840 or --at 1.42s (seconds since the first event).",
     )
 
 
@@ -53,5 +54,8 @@ def _event_at_time(seconds: float, replay: Replay, trace: Trace) -> int:
         raise QuestionError("this trace has no times (torch before 2.2)", hint="Name an event number instead.")
     if not replay.events:
         raise QuestionError("this trace has no events", hint="Only --at end can be answered.")
-    wanted = int(trace.time_us[0]) + round(min(seconds, 1e12) * 1e6)
+    span = (int(trace.time_us[replay.events - 1]) - int(trace.time_us[0])) / 1e6
+    if seconds > span:
+        raise QuestionError(f"the trace ends after {span:,.3f} s", hint="Use --at end for its last event.")
+    wanted = int(trace.time_us[0]) + round(seconds * 1e6)
     return int(np.searchsorted(trace.time_us[: replay.events], wanted, side="right")) - 1

@@ -27,11 +27,20 @@ Examples:
 @options.snapshot_argument
 @click.option("--peak", is_flag=True, help="The same as --at peak, the default.")
 @click.option(
-    "--at", metavar="WHEN", help="peak (of --of), end, oom (the last), an event number, or a time such as 1.42s."
+    "--at",
+    metavar="WHEN",
+    help="peak (of --of), end, oom (the last), an event number, or seconds since the first event: 1.42s.",
 )
 @click.option("--of", type=click.Choice(OFS), default="allocated", show_default=True, help="Which of torch's sizes.")
 @click.option("--by", type=click.Choice(BYS), default="category", show_default=True, help="How to group.")
-@click.option("-n", "--top", type=click.IntRange(min=1), default=10, show_default=True, help="Rows of text to show.")
+@click.option(
+    "-n",
+    "--top",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Rows of text to show (of a tree: per branch).",
+)
 @click.option("--full-stack", is_flag=True, help="Show every Python frame of a stack, not only your own.")
 @click.option("--cpp", is_flag=True, help="Keep C++ frames (where recorded), and stacks that differ in them apart.")
 @options.device_option

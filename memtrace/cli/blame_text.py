@@ -12,9 +12,11 @@ from memtrace.api import Snapshot
 from memtrace.attribution import REASON_TEXT, Reason
 from memtrace.cli.options import Common
 from memtrace.cli.output import Column, Page
+from memtrace.model import Action
 from memtrace.units import format_bytes, format_seconds, in_unit, plural, unit_of
 
 _OWN_FRAMES = 3
+_LIBRARY_FRAMES = 3
 _TREE_SHARE = 0.01
 """A branch of the tree below this share of the total is summed up in one line."""
 
@@ -34,6 +36,9 @@ class Report:
     def write(self) -> None:
         answer = self.answer
         self.page.line(self._sentence(), style="bold")
+        request = self._request()
+        if request is not None:
+            self.page.line(request)
         self.page.line()
         if answer.by == "tree":
             self._tree()
@@ -139,18 +144,18 @@ class Report:
         return row.key if self.full_stack else short_path(row.key)
 
     def _origin(self, answer: Blame, row: Row) -> str:
-        """The one call all of a row's bytes pass through, else the most telling frame of its heaviest stack."""
-
-        if row.dominator is not None and not is_plumbing(row.dominator):
-            return display_frame(row.dominator)
-        frames = answer.stacks.frames(row.stack)
-        telling = library_path(frames) or frames
-        return f"mostly {display_frame(telling[0])}" if telling else ""
+        """The call that made the row's heaviest stack; "mostly" unless all of its bytes pass through it."""
+        frames = answer.frames(row)
+        if not frames:
+            return ""
+        own = [frame for frame in frames if side_of(frame.filename) == Side.OWN]
+        chosen = (library_path(frames) or own or [*frames])[0]
+        return display_frame(chosen) if chosen == row.dominator else f"mostly {display_frame(chosen)}"
 
     def _stack(self, answer: Blame, row: Row) -> str:
         """A stack in a few lines: the program's own frames, and the libraries' folded to the telling ones."""
 
-        frames = answer.stacks.frames(row.stack)
+        frames = answer.frames(row)
         if not frames and row.category == "unknown" and row.label == REASON_TEXT[Reason.NO_RULE]:
             return "(no Python frame; --cpp shows the C++ ones)"
         if not frames:
@@ -163,9 +168,9 @@ class Report:
         if len(own) > _OWN_FRAMES:
             lines.append(f"  and {len(own) - _OWN_FRAMES} more of your frames")
         if folded:
-            first, *callers = (library_path(frames) or [frame for frame in frames if frame not in own])[:_OWN_FRAMES]
-            lines.append(f"  in {display_frame(first)}")
-            lines += [f"  from {display_frame(caller)}" for caller in callers]
+            calls = library_path(frames)[:_LIBRARY_FRAMES]
+            lines += [f"  {'in' if index == 0 else 'from'} {display_frame(call)}" for index, call in enumerate(calls)]
+            lines = lines or [display_frame(frames[0])]
             lines[-1] += f"  ({plural(folded, 'library frame')})"
         return "\n".join(lines)
 
@@ -179,6 +184,8 @@ class Report:
             ("peak", "reserved"): "max_memory_reserved()",
             ("end", "allocated"): "memory_allocated()",
             ("end", "reserved"): "memory_reserved()",
+            ("oom", "allocated"): "memory_allocated() then",
+            ("oom", "reserved"): "memory_reserved() then",
         }.get((self.when, answer.of))
         if name is None:
             return ""
@@ -209,17 +216,37 @@ class Report:
         name = shlex.quote(path) if path != "-" else "FILE"
         if answer.of == "allocated":
             reserved = self.opened.series("reserved_bytes", device=device)
-            held = int(reserved[answer.event + 1])
+            held, highest = int(reserved[answer.event + 1]), int(reserved.argmax()) - 1
+            when = f"at event {highest:,}" if highest >= 0 else "before the first event"
             yield (
                 f"Reserved at that moment {self._full(held)}: {self._full(held - answer.total_bytes)} more is the "
-                f"allocator's (memtrace blame --of reserved --at {answer.event}). "
-                f"Reserved was highest, {self._full(int(reserved.max()))}, "
-                + (f"at event {int(reserved.argmax()) - 1:,}." if int(reserved.argmax()) else "before the first event.")
+                f"allocator's. Reserved was highest, {self._full(int(reserved.max()))}, {when}."
             )
-        others = [f"--by {by}" for by in ("stack", "tree", "file") if by != answer.by]
+        asked = [f"--at {answer.event if self.when not in ('peak', 'end', 'oom') else self.when}"]
+        asked += [f"--of {answer.of}"] if answer.of != "allocated" else []
+        asked += [f"-d {device}"] if len(self.opened.devices) > 1 else []
+        options = " ".join(asked)
+        steps = [f"--by {by}" for by in ("tree", "file") if by != answer.by]
         if answer.by in ("category", "stack") and not self.full_stack:
-            others.append("--full-stack")
-        yield f"next: memtrace blame {name} {' | '.join(others)}"
+            steps.append("--by stack --full-stack")
+        yield f"next: memtrace blame {name} {options} {steps[0]}"
+        for step in steps[1:]:
+            yield f"      memtrace blame {name} {options} {step}"
+        if answer.of == "allocated":
+            yield f"      memtrace blame {name} --at {answer.event} --of reserved"
+
+    def _request(self) -> str | None:
+        """At an out-of-memory event: what was asked for, where, and what the driver still had."""
+        trace = self.opened.data.trace(self.answer.device)
+        event = self.answer.event
+        if event < 0 or trace.action[event] != Action.OOM:
+            return None
+        free = trace.device_free.get(event)
+        frames = self.opened.data.stacks.frames(int(trace.stack[event]))
+        own = [frame for frame in frames if side_of(frame.filename) == Side.OWN]
+        by = f" by {display_frame((own or [*frames])[0])}" if frames else ""
+        left = "" if free is None else f"; the device had {self._full(free)} free"
+        return f"Asked{by}: {self._full(int(trace.size[event]))}{left}."
 
 
 def _tree_lines(tree: CallTree, top: int, every: bool) -> Iterator[tuple[int, int, str]]:

@@ -125,8 +125,10 @@ class Page:
             table.add_column(Text(column.title), justify="right" if column.right else "left", no_wrap=True)
         for row in texts:
             table.add_row(*row)
+        self._console.width = max(self.width, least)
         with self._console.capture() as capture:
-            self._console.print(table, width=max(self.width, least))
+            self._console.print(table)
+        self._console.width = self.width
         for line in capture.get().splitlines():
             sys.stdout.write(line.rstrip() + "\n")
 

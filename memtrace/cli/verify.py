@@ -102,25 +102,29 @@ def _write_text(opened: Snapshot, verdicts: list[Verdict], shared: Common, *, co
 
     page = Page(shared.color)
     for verdict in verdicts:
-        events = plural(verdict.events, "event")
-        agrees = "no contradiction" if not verdict.conflicts else plural(verdict.conflicts, "contradiction")
-        coverage = "from the first allocation on" if verdict.complete else "not from the first allocation on"
-        page.line(f"Device {verdict.device}: {events} replayed, {coverage}; {agrees}.", style="bold")
+        if not compared:
+            page.table(
+                [Column("counter"), Column("value", right=True)],
+                [[name, f"{value:,}"] for name, value in verdict.stats.items()],
+            )
+            page.line()
+        if not verdict.events:
+            page.line(f"Device {verdict.device}: no events to replay; the counters are those of the segments.", "bold")
+        else:
+            agrees = "no contradiction" if not verdict.conflicts else plural(verdict.conflicts, "contradiction")
+            coverage = "from the first allocation on" if verdict.complete else "not from the first allocation on"
+            page.line(
+                f"Device {verdict.device}: {plural(verdict.events, 'event')} replayed, {coverage}; {agrees}.", "bold"
+            )
+            if not verdict.conflicts:
+                page.line("Every segment and block of the replay's last state is in the file, and the reverse.")
         for conflict in opened.replay(verdict.device).conflicts[:_SHOWN]:
             place = "" if conflict.event is None else f"event {conflict.event:,}: "
             page.line(f"  {place}{conflict.reason}")
         if verdict.conflicts > _SHOWN:
             page.line(f"  and {verdict.conflicts - _SHOWN:,} more")
-        if not verdict.conflicts and verdict.events:
-            page.line("Every segment and block of the replay's last state is in the file, and the reverse.")
         if compared:
             _write_comparison(page, verdict)
-        else:
-            page.line()
-            page.table(
-                [Column("counter"), Column("value", right=True)],
-                [[name, f"{value:,}"] for name, value in verdict.stats.items()],
-            )
 
 
 def _write_comparison(page: Any, verdict: Verdict) -> None:

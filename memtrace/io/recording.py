@@ -49,7 +49,7 @@ def choose(directory: Path, rank: int | None = None) -> RankFile:
         if newest is None:
             raise NotARecordingError(
                 f"{directory} is a directory without recorded snapshots (rank0000.pickle...)",
-                hint="Name a snapshot file, or a recording made by memtrace record.",
+                hint="Name a snapshot file.",
             )
         files = ranks_of(newest)
     if rank is None:

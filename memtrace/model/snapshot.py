@@ -78,6 +78,13 @@ class SnapshotData:
     tiled: bool
     notices: tuple[Notice, ...]
 
+    def __repr__(self) -> str:
+        events = sum(len(trace) for trace in self.traces)
+        return (
+            f"SnapshotData({self.path!r}: {self.torch}, devices {list(self.devices)}, {events:,} events, "
+            f"{len(self.segments):,} segments, {len(self.stacks):,} stacks)"
+        )
+
     @property
     def devices(self) -> tuple[int, ...]:
         return tuple(trace.device for trace in self.traces)
