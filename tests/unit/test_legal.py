@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import lzma
-import os
 import pickle
 import random
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import legal
@@ -16,8 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from legal import GiB, KiB, Machine, MiB, OutOfMemory, random_program
 from oracle import block_map, replay, segments_of
-
-SHARED = Path(os.environ.get("MEMTRACE_SHARED") or Path(__file__).resolve().parents[3] / "shared") / "snapshots"
+from recordings import snapshot_path, truth_path
 
 
 def actions(machine: Machine) -> list[str]:
@@ -236,12 +233,9 @@ def repeat(trace: list[dict[str, Any]], machine: Machine) -> None:
     ],
 )
 def test_machine_does_what_torch_did(name: str, limit: int | None) -> None:
-    path = SHARED / f"{name}.pickle.xz"
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    with lzma.open(path) as file:
+    with lzma.open(snapshot_path(name)) as file:
         snapshot: dict[str, Any] = pickle.load(file)
-    truth = json.loads((SHARED / f"{name}.truth.json").read_text())["stats"]
+    truth = json.loads(truth_path(name).read_text())["stats"]
     (trace,) = snapshot["device_traces"]
     chosen = snapshot["allocator_settings"]
     machine = Machine(

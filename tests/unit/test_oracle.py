@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import lzma
-import os
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import SnapshotBuilder
 from oracle import COUNTERS, block_map, replay, replay_events, round_size, segments_of
+from recordings import snapshot_path, truth_path
 
 KiB = 1 << 10
 MiB = 1 << 20
-SHARED = Path(os.environ.get("MEMTRACE_SHARED") or Path(__file__).resolve().parents[3] / "shared") / "snapshots"
 RECORDINGS = (
     "alloc-retry",
     "cuda-graph",
@@ -32,12 +30,9 @@ RECORDINGS = (
 
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_oracle_equals_torch(name: str) -> None:
-    path = SHARED / f"{name}.pickle.xz"
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    with lzma.open(path) as file:
+    with lzma.open(snapshot_path(name)) as file:
         snapshot: dict[str, Any] = pickle.load(file)
-    truth = json.loads((SHARED / f"{name}.truth.json").read_text())["stats"]
+    truth = json.loads(truth_path(name).read_text())["stats"]
     oracle = replay(snapshot)
     stats = oracle.stats()
     assert len(stats) == 111
