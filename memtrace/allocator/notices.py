@@ -52,12 +52,10 @@ def _skipped(trace: Trace, replay: Replay) -> Notice | None:
     if len(trace) <= 1:
         return None
     counts = np.bincount(trace.action, minlength=len(Action))
-    frees = {name: int(counts[name]) for name in (Action.FREE_REQUESTED, Action.FREE_COMPLETED)}
-    missing = [name.name.lower() for name, count in frees.items() if not count]
+    kinds = (Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED)
+    missing = [kind.name.lower() for kind in kinds if not counts[kind]]
     born_and_freed = bool(((replay.lifetimes.born >= 0) & (replay.lifetimes.died < replay.events)).any())
-    if len(missing) == 2 and not counts[Action.ALLOC]:
-        missing = ["alloc", *missing]
-    elif len(missing) != 1 or not born_and_freed:
+    if not missing or (len(missing) < len(kinds) and not born_and_freed and not replay.conflicts):
         return None
     return Notice(
         "skipped-actions",

@@ -38,7 +38,7 @@ class _Walk:
         self.large_of_block: list[bool] = []
         self.live: dict[int, int] = {}
         self.pending: dict[int, int] = {}
-        self.seen: set[int] = set()
+        self.uses = _LastUses()
         self.starts: list[int] = []
         self.ranges = RangeSet([])
         for item in _ranges_before(events):
@@ -50,7 +50,6 @@ class _Walk:
         if action == Action.ALLOC:
             self._end_overlapped(event, address, events.rounded[event])
             self._begin(event, event, events.stack[event])
-            self.seen.add(address)
         elif action == Action.FREE_REQUESTED:
             block = self.live.pop(address, None)
             if block is None:
@@ -93,11 +92,13 @@ class _Walk:
     def _from_before(self, event: int) -> int | None:
         """A block that is freed and was not seen allocated: from before the recording, unless memory says otherwise."""
         address, size = self.events.addr[event], self.events.rounded[event]
-        if address in self.seen or self._overlapped(address, size):
+        if self._overlapped(address, size):
             self.conflicts.append((event, "a block is freed that is not in use"))
             return None
-        self.seen.add(address)
-        return self._begin(event, BEFORE, NOT_RECORDED)
+        born = self.uses.latest(address, address + size)
+        if born > BEFORE:  # another block, or no memory, was here before: the allocation came later and is missing
+            self.conflicts.append((event, "a block is freed whose allocation is not in the trace"))
+        return self._begin(event, born, NOT_RECORDED)
 
     def _begin(self, event: int, born: int, stack: int) -> int:
         events, log = self.events, self.blocks
@@ -131,6 +132,7 @@ class _Walk:
     def _end(self, event: int, address: int, block: int) -> None:
         del self.starts[bisect_left(self.starts, address)]
         self.blocks.died[block] = event
+        self.uses.mark(address, address + self.blocks.size[block], event)
         span = self.span_of_block[block]
         home = self.ranges.containing(address)
         if span >= 0 and (home is None or home.span != span) and self.spans.died[span] == self.still:
@@ -181,10 +183,12 @@ class _Walk:
             whole = item
         whole.span = self.spans.add(whole, event, self.still)
         self.segments.add(event, 0 if item.expandable else 1, item.size, item.large)
+        self.uses.mark(item.start, item.end, event)
 
     def _drop_range(self, event: int, address: int, size: int) -> None:
         item = self.ranges.containing(address)
-        if item is None or size == 0 or address + size > item.end:
+        whole = item is not None and (item.expandable or (item.start, item.size) == (address, size))
+        if item is None or not whole or size == 0 or address + size > item.end:
             self.conflicts.append((event, "a segment is released that is not there"))
             return
         self._end_overlapped(event, address, size)
@@ -192,6 +196,43 @@ class _Walk:
         for rest in self.ranges.cut(item, address, size):
             rest.span = self.spans.add(rest, event, self.still)
         self.segments.add(event, 0 if item.expandable else -1, -size, item.large)
+
+
+class _LastUses:
+    """For every address the event at which the last block there ended, or memory was taken from the driver.
+
+    Intervals that do not overlap, by start.
+    """
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.uses: dict[int, tuple[int, int]] = {}
+        """start -> (end, event)"""
+
+    def latest(self, start: int, end: int) -> int:
+        """The last such event anywhere in [start, end); BEFORE if there is none."""
+        return max((self.uses[place][1] for place in self._touching(start, end)), default=BEFORE)
+
+    def mark(self, start: int, end: int, event: int) -> None:
+        """At `event` everything in [start, end) became free."""
+        for place in self._touching(start, end):
+            stop, earlier = self.uses.pop(place)
+            del self.starts[bisect_left(self.starts, place)]
+            if place < start:
+                self._add(place, start, earlier)
+            if stop > end:
+                self._add(end, stop, earlier)
+        self._add(start, end, event)
+
+    def _add(self, start: int, end: int, event: int) -> None:
+        self.uses[start] = (end, event)
+        insort(self.starts, start)
+
+    def _touching(self, start: int, end: int) -> list[int]:
+        first = bisect_left(self.starts, start)
+        if first and self.uses[self.starts[first - 1]][0] > start:
+            first -= 1
+        return self.starts[first : bisect_left(self.starts, end)]
 
 
 def _range_of(events: Events, event: int) -> Range:
