@@ -11,7 +11,7 @@ from memtrace.cli import COMMANDS, cli
 
 def text() -> str:
     """The whole page."""
-    root = click.Context(cli, info_name="memtrace", help_option_names=["-h", "--help"])
+    root = click.Context(cli, info_name="memtrace", help_option_names=["-h", "--help"], terminal_width=100)
     parts = [
         "# Command line\n",
         "Made by `python -m memtrace.cli.reference`; do not edit.\n",
