@@ -121,8 +121,7 @@ def _group_keys(held: Holdings, shown: ShownStacks, by: str) -> NDArray[np.int64
     elif by == "stream":
         keys = np.unique(held.stream, return_inverse=True)[1].astype(np.int64)
     else:
-        stack = held.stack.astype(np.int64)
-        row = np.where(stack == NOT_RECORDED, NOT_RECORDED, shown.shown[stack] if len(shown.shown) else NOT_RECORDED)
+        row = shown.rows(held.stack).astype(np.int64)
         keys = row if by in ("stack", "tree") else _frame_keys(row, shown, by)
         # without a frame to group by, blocks stay together by what is known of them
         keys = np.where(row == NOT_RECORDED, -1 - held.category.astype(np.int64) * len(Reason) - held.reason, keys)
@@ -153,34 +152,50 @@ class _Groups:
         self.shown = shown
         self.replay = replay
         self.segments = _SegmentLookup(replay, event)
+        self.shown_row = shown.rows(held.stack)
 
     def row(self, members: NDArray[np.int64], by: str) -> Row:
-        held, shown = self.held, self.shown
+        if len(members) == 1:
+            return self._single(int(members[0]), by)
+        held = self.held
         size = held.bytes[members]
         category = _heaviest(held.category[members], size)
-        stacks = held.stack[members]
-        # a mixed group shows a call site where it has one
-        framed = np.fromiter((shown.row(stack) != NOT_RECORDED for stack in stacks.tolist()), np.bool_, len(stacks))
-        heaviest = _heaviest(stacks[framed], size[framed]) if framed.any() else NOT_RECORDED
-        top = shown.row(heaviest)
+        shown = self.shown_row[members]
+        framed = shown != NOT_RECORDED  # a mixed group shows a call site where it has one
         is_block = bool(held.block[members[0]] != NO_BLOCK)
         return Row(
-            key=self._key(members, by) if is_block else None,
+            key=self._key(int(members[0]), by) if is_block else None,
             bytes=int(size.sum()),
             blocks=len(members) if is_block else 0,
             category=CATEGORIES[category],
             label=self._label(members, category),
             confidence=CONFIDENCE[int(held.confidence[members].max())],
-            stack=top,
-            dominator=self._dominator(stacks),
-            block=self._facts(int(held.block[members[0]])) if by == "block" and is_block else None,
+            stack=_heaviest(shown[framed], size[framed]) if framed.any() else NOT_RECORDED,
+            dominator=self._dominator(shown),
         )
 
-    def _key(self, members: NDArray[np.int64], by: str) -> str | None:
-        first = members[0]
+    def _single(self, index: int, by: str) -> Row:
+        """The row of a group of one: `--by block` makes many."""
+        held, table = self.held, self.shown.table
+        category, stack, block = int(held.category[index]), int(self.shown_row[index]), int(held.block[index])
+        name = CATEGORIES[category]
+        is_block = block != NO_BLOCK
+        return Row(
+            key=self._key(index, by) if is_block else None,
+            bytes=int(held.bytes[index]),
+            blocks=int(is_block),
+            category=name,
+            label=LABELS[name] if name != "unknown" else REASON_TEXT[Reason(int(held.reason[index]))],
+            confidence=CONFIDENCE[int(held.confidence[index])],
+            stack=stack,
+            dominator=None if stack == NOT_RECORDED else table.frame(int(table.ids(stack)[0])),
+            block=self._facts(block) if by == "block" and is_block else None,
+        )
+
+    def _key(self, first: int, by: str) -> str | None:
         if by == "stream":
             return str(int(self.held.stream[first]))
-        row = self.shown.row(int(self.held.stack[first]))
+        row = int(self.shown_row[first])
         if by not in ("frame", "file") or row == NOT_RECORDED:
             return None
         frame = self.shown.table.frame(int(self.shown.own[row]))
@@ -200,9 +215,9 @@ class _Groups:
             f"{REASON_TEXT[Reason(code)]} {format_bytes(part)}" for part, code in sorted(sums, reverse=True)
         )
 
-    def _dominator(self, stacks: NDArray[np.int32]) -> Frame | None:
+    def _dominator(self, shown: NDArray[np.int32]) -> Frame | None:
         """The innermost frame that is in every one of the stacks."""
-        rows = [self.shown.row(stack) for stack in np.unique(stacks).tolist()]
+        rows = np.unique(shown).tolist()
         if NOT_RECORDED in rows:
             return None
         table = self.shown.table

@@ -110,9 +110,11 @@ class ShownStacks:
     own: NDArray[np.int32]
     side: NDArray[np.uint8]
 
-    def row(self, stack: int) -> int:
-        """Row of a full stack id; -1 when it is not recorded or has no frame to show."""
-        return NOT_RECORDED if stack < 0 else int(self.shown[stack])
+    def rows(self, stacks: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Rows of full stack ids; -1 where a stack is not recorded or has no frame to show."""
+        if not len(self.shown):
+            return np.full(len(stacks), NOT_RECORDED, np.int32)
+        return np.where(stacks == NOT_RECORDED, np.int32(NOT_RECORDED), self.shown[stacks])
 
 
 def shown_stacks(stacks: StackTable, *, cpp: bool = False) -> ShownStacks:

@@ -13,6 +13,7 @@ LIMIT = 2**63
 """Addresses, sizes, streams and times must be below this."""
 
 _MAX_KEYS = 64
+_MAX_REPEATS = 100_000
 _SUM_LIMIT = float(2**62)
 
 
@@ -59,10 +60,14 @@ def check_list(value: object, what: str) -> list[object]:
 
 
 def check_dicts(values: Sequence[object], where: str) -> None:
-    """Refuses anything but dicts with a sane number of keys (one large dict referenced often would take for ever)."""
+    """Refuses anything but dicts with a sane number of keys, and one dict referenced so often that a small file grows
+    large (torch never writes one twice)."""
     if set(map(type, values)) <= {dict}:
         if max(map(len, values), default=0) > _MAX_KEYS:  # type: ignore[arg-type]
             raise NotASnapshotError(f"{where} has a dict of more than {_MAX_KEYS} keys: not the work of torch")
+        distinct = len(np.unique(np.fromiter(map(id, values), np.int64, len(values))))
+        if len(values) - distinct > _MAX_REPEATS:
+            raise NotASnapshotError(f"{where}: the same dict stands in the list again and again: not the work of torch")
         return
     for index, value in enumerate(values):
         if type(value) is not dict:

@@ -183,6 +183,13 @@ def test_shared_lists_cannot_make_a_small_file_endless() -> None:
         read(raw)
 
 
+def test_one_event_referenced_a_million_times_is_refused() -> None:
+    raw = small()
+    raw["device_traces"][0] += [raw["device_traces"][0][-1]] * 200_000
+    with pytest.raises(NotASnapshotError, match="again and again"):
+        read(raw)
+
+
 def test_a_container_that_holds_itself_ends() -> None:
     loop: list[Any] = []
     loop.append(loop)
