@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from enum import IntEnum
+from typing import TextIO, cast
 
 import click
 
@@ -35,11 +36,15 @@ def guarded(command: click.Command) -> int:
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        result = command.main(prog_name="memtrace", standalone_mode=False)
-        sys.stdout.flush()
+        with _guarded_stdout():
+            result = command.main(prog_name="memtrace", standalone_mode=False)
     except MemtraceError as error:
         report(error.code, error.message, error.hint)
         return error.exit_code
+    except OutputError as error:
+        _forget_stdout()
+        report("output", f"the answer cannot be written: {error}", "Check the disk and what standard output leads to.")
+        return ExitCode.USAGE
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return ExitCode.USAGE
@@ -50,8 +55,8 @@ def guarded(command: click.Command) -> int:
         return ExitCode.USAGE
     except (KeyboardInterrupt, click.Abort):
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:  # the reader has seen enough (`| head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except _ReaderGoneError:
+        _forget_stdout()
         return ExitCode.FINE
     except Exception as error:  # noqa: BLE001 - the last line of defence: a bug of ours, said as such
         report(
@@ -63,6 +68,61 @@ def guarded(command: click.Command) -> int:
             _write("".join(printable(line) + "\n" for line in traceback.format_exc().splitlines()))
         return ExitCode.BUG
     return result if isinstance(result, int) else ExitCode.FINE
+
+
+class OutputError(Exception):
+    """Standard output refused what was written."""
+
+
+class _ReaderGoneError(Exception):
+    """The reader has seen enough (`| head`). No BrokenPipeError, which click would turn into exit code 1."""
+
+
+class _Guarded:
+    """Standard output whose failures cannot be taken for those of a file that is read."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes, or raises OutputError or _ReaderGoneError."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            raise _ReaderGoneError from None
+        except OSError as error:
+            raise OutputError(error.strerror or str(error)) from error
+
+    def flush(self) -> None:
+        """Flushes, with the same errors."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            raise _ReaderGoneError from None
+        except OSError as error:
+            raise OutputError(error.strerror or str(error)) from error
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _guarded_stdout() -> Iterator[None]:
+    stream = sys.stdout
+    if stream is None:
+        raise OutputError("standard output is closed")
+    sys.stdout = cast("TextIO", _Guarded(stream))
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout = stream
+
+
+def _forget_stdout() -> None:
+    """Keeps the interpreter from failing on what is still buffered when it ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def report(code: str, message: str, hint: str | None = None) -> None:
@@ -85,7 +145,7 @@ def note(message: str) -> None:
 @contextlib.contextmanager
 def progress(what: str, *, enabled: bool) -> Iterator[Callable[[int, int | None], None] | None]:
     """A callback that draws a bar on a terminal once reading has taken half a second; None when not wanted."""
-    if not enabled or not sys.stderr.isatty():
+    if not enabled or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     began = time.monotonic()
@@ -110,6 +170,6 @@ def progress(what: str, *, enabled: bool) -> Iterator[Callable[[int, int | None]
 
 
 def _write(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be full, closed or none at all
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -12,6 +12,7 @@ from memtrace._version import __version__
 from memtrace.text import printable
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.text import Text
 
 _PIPE_WIDTH = 100_000
@@ -109,7 +110,7 @@ class Page:
         """One paragraph, wrapped on a terminal only."""
         from rich.text import Text
 
-        self._console.print(Text(printable(text), style=style), overflow="fold")
+        self._write(Text(printable(text), style=style))
 
     def table(
         self, columns: Sequence[Column], rows: Iterable[Sequence[str]], *, dim_rows: frozenset[int] = frozenset()
@@ -126,9 +127,13 @@ class Page:
         for row in texts:
             table.add_row(*row)
         self._console.width = max(self.width, least)
-        with self._console.capture() as capture:
-            self._console.print(table)
+        self._write(table)
         self._console.width = self.width
+
+    def _write(self, what: RenderableType) -> None:
+        """Writes to stdout by ourselves: rich would end the process on a broken pipe."""
+        with self._console.capture() as capture:
+            self._console.print(what, overflow="fold")
         for line in capture.get().splitlines():
             sys.stdout.write(line.rstrip() + "\n")
 
