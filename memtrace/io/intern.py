@@ -29,7 +29,6 @@ class Interner:
         self._frame_of_id: dict[int, int] = {}
         self._stacks: dict[tuple[int, ...], int] = {}
         self._keys: list[tuple[int, ...]] = []
-        self._stack_of_id: dict[int, int] = {}
         self._with_cpp: dict[tuple[int, int], int] = {}
         self._cpp_frames = 0
 
@@ -37,35 +36,35 @@ class Interner:
         """Id of a string."""
         return self._strings.setdefault(text, len(self._strings))
 
-    def stack(self, frames: object, where: str) -> int:
-        """Id of a `frames` list; `NOT_RECORDED` for None."""
+    def stacks(self, frames: Sequence[object], where: str) -> NDArray[np.int32]:
+        """Ids of many `frames` lists, each distinct list looked at once; `NOT_RECORDED` for None."""
+        if not set(map(type, frames)) <= {list, type(None)}:
+            bad = next(index for index, items in enumerate(frames) if type(items) not in (list, type(None)))
+            raise NotASnapshotError(f"{where} {bad}: frames is {_kind(frames[bad])}, expected a list")
+        identities = np.fromiter(map(id, frames), np.int64, len(frames))
+        _, first, inverse = np.unique(identities, return_index=True, return_inverse=True)
+        order = np.argsort(first)  # in the file's order: identities differ from run to run
+        ids = np.empty(len(first), np.int32)
+        frame_of, known = self._frame_of_id.__getitem__, self._stacks
+        for position, index in zip(order.tolist(), first[order].tolist(), strict=True):
+            items = frames[index]
+            try:
+                ids[position] = known[tuple(map(frame_of, map(id, items)))]
+            except (KeyError, TypeError):
+                ids[position] = self._new_stack(items, f"{where} {index}")
+        return ids[inverse]
+
+    def _new_stack(self, frames: object, where: str) -> int:
+        """Id of a list that is new in content; `NOT_RECORDED` for None."""
         if frames is None:
             return NOT_RECORDED
-        known = self._stack_of_id.get(id(frames))
-        if known is not None:
-            return known
-        if type(frames) is not list:
-            raise NotASnapshotError(f"{where}: frames is {_kind(frames)}, expected a list")
+        assert isinstance(frames, list), "checked for all at once"
         if len(frames) > _MAX_DEPTH:
             raise NotASnapshotError(f"{where}: a stack of {len(frames):,} frames is deeper than any program's")
         of_id = self._frame_of_id
-        try:
-            key = tuple([of_id[id(frame)] for frame in frames])
-        except KeyError:
-            key = tuple([self._frame(frame, where) for frame in frames])
-        stack = self._intern_stack(key)
-        self._stack_of_id[id(frames)] = stack
-        return stack
-
-    def stacks(self, frames: Sequence[object], where: str) -> NDArray[np.int32]:
-        """Ids of many `frames` lists, each distinct list looked at once."""
-        identities = np.fromiter(map(id, frames), np.int64, len(frames))
-        _, first, inverse = np.unique(identities, return_index=True, return_inverse=True)
-        ids = np.empty(len(first), np.int32)
-        for position in np.argsort(first).tolist():  # in the file's order: identities differ from run to run
-            index = int(first[position])
-            ids[position] = self.stack(frames[index], f"{where} {index}")
-        return ids[inverse]
+        return self._intern_stack(
+            tuple([of_id[id(frame)] if id(frame) in of_id else self._frame(frame, where) for frame in frames])
+        )
 
     def with_cpp(self, stack: int, names: object, where: str) -> int:
         """Id of `stack` with the C++ function names of torch 2.0 (`cpp_frames`, innermost) in front."""
