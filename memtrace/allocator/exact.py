@@ -26,7 +26,7 @@ from memtrace.allocator.sizes import LARGE_REMAINDER, MIN_BLOCK, SMALL_SEGMENT
 from memtrace.allocator.stream import FREE, Events
 from memtrace.model import Action
 
-_SEARCH_BUDGET = 50_000_000
+_SEARCH_BUDGET = 20_000_000
 """Blocks looked at in plain searches (rare in real traces) before a trace counts as not the allocator's work."""
 
 
