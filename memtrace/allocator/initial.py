@@ -25,7 +25,8 @@ from memtrace.allocator.sizes import (
 from memtrace.allocator.stream import FREE, Events
 from memtrace.model import Action
 
-_SEARCH_BUDGET = 500_000_000
+_SEARCH_BUDGET = 100_000_000
+_REHOME_BUDGET = 10_000_000
 
 
 class ContradictionError(Exception):
@@ -66,6 +67,7 @@ class _Backwards:
         }
         self.starts = sorted(self.free)
         self.uses: _PageUses | None = None
+        self.rehomed = 0
 
     def undo(self, event: int) -> None:
         action = self.events.action[event]
@@ -248,7 +250,11 @@ class _Backwards:
 
     def _rehome(self, item: Range) -> None:
         """Points the free blocks inside a range that was cut or joined at the new range."""
-        for index in range(bisect_left(self.starts, item.start), bisect_left(self.starts, item.end)):
+        first, last = bisect_left(self.starts, item.start), bisect_left(self.starts, item.end)
+        self.rehomed += last - first
+        if self.rehomed > _REHOME_BUDGET:
+            raise ContradictionError(0, "more pages are mapped and unmapped than can be followed")
+        for index in range(first, last):
             start = self.starts[index]
             self.free[start] = (self.free[start][0], item)
 

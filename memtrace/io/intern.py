@@ -13,7 +13,7 @@ from memtrace.model.stacks import NOT_RECORDED
 
 _MAX_LINE = 2**31 - 1
 _MAX_DEPTH = 100_000
-_MAX_CPP_FRAMES = 16_000_000
+_MAX_CPP_FRAMES = 8_000_000
 """One list of names may be joined to many stacks: without a limit a small file could grow without end."""
 
 
@@ -75,7 +75,9 @@ class Interner:
             return known
         if type(names) is not list or not all(type(name) is str for name in names):
             raise NotASnapshotError(f"{where}: cpp_frames is not a list of text")
-        self._cpp_frames += len(names)
+        if not names:
+            return stack
+        self._cpp_frames += len(names) + (len(self._keys[stack]) if stack >= 0 else 0)
         if self._cpp_frames > _MAX_CPP_FRAMES:
             raise NotASnapshotError(f"{where}: stacks of more C++ frames than any program has")
         inner = tuple([self._intern_frame("??", 0, name) for name in names])

@@ -9,7 +9,7 @@ from memtrace.io import versions
 from memtrace.io.columns import check_dicts, check_list, integers
 from memtrace.io.events import Vocabulary, parse_trace
 from memtrace.io.intern import Interner
-from memtrace.io.state import State, parse_state
+from memtrace.io.state import MAX_DEVICES, State, parse_state
 from memtrace.model import Action, Annotations, Notice, SnapshotData, Trace
 from memtrace.model.snapshot import Setting
 
@@ -25,9 +25,12 @@ def parse(loaded: object, *, path: str, file_bytes: int) -> SnapshotData:
     top = _top(loaded)
     interner, words = Interner(), Vocabulary()
     raw_traces = check_list(top.get("device_traces", []), "device_traces")
+    if len(raw_traces) > MAX_DEVICES:
+        raise NotASnapshotError(f"device_traces has {len(raw_traces):,} lists: no machine has so many devices")
     lists = [check_list(events, f"device_traces[{index}]") for index, events in enumerate(raw_traces)]
     if len({id(events) for events in lists if events}) < sum(1 for events in lists if events):
         raise NotASnapshotError("two devices share one list of events")
+    check_dicts([event for events in lists for event in events] if len(lists) > 1 else [], "event")
     traces = [parse_trace(events, device, interner, words) for device, events in enumerate(lists)]
     state = parse_state(check_list(top.get("segments", []), "segments"), interner, words)
     settings = _settings(top.get("allocator_settings"))

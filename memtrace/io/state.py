@@ -27,7 +27,7 @@ _SEGMENT_KEYS = frozenset(
     "is_expandable frames blocks forward_frames".split()
 )
 _BLOCK_KEYS = frozenset("address size requested_size state frames history forward_frames".split())
-_MAX_DEVICES = 4096
+MAX_DEVICES = 4096
 _SMALL_SEGMENT = 2 * 1024 * 1024
 
 
@@ -49,7 +49,7 @@ def parse_state(raw: list[object], interner: Interner, words: Vocabulary) -> Sta
     rows: list[dict[str, object]] = raw  # type: ignore[assignment]
     where = "segment"
     device = integers([row.get("device", 0) for row in rows], "device", where)
-    if len(device) and int(device.max()) >= _MAX_DEVICES:
+    if len(device) and int(device.max()) >= MAX_DEVICES:
         raise NotASnapshotError(f"a segment is on device {int(device.max())}: no machine has so many")
     address = integers([row.get("address") for row in rows], "address", where)
     size = integers([row.get("total_size") for row in rows], "total_size", where)
@@ -87,8 +87,7 @@ def _block_lists(rows: list[dict[str, object]]) -> list[list[dict[str, object]]]
     lists = [check_list(row.get("blocks"), "blocks of a segment") for row in rows]
     if len(set(map(id, lists))) < len(lists):
         raise NotASnapshotError("two segments share one list of blocks")
-    for blocks in lists:
-        check_dicts(blocks, "block")
+    check_dicts([block for blocks in lists for block in blocks], "block")
     return lists  # type: ignore[return-value]
 
 
@@ -101,6 +100,8 @@ def _parse_blocks(
     where = "block"
     size = integers([block.get("size") for block in flat], "size", where)
     check_sum(size, "blocks")
+    if bool((size == 0).any()):
+        raise NotASnapshotError(f"block {int((size == 0).argmax())} has no size")
     names = [block.get("state") for block in flat]
     state = np.empty(len(flat), np.uint8)
     for index, name in enumerate(names):

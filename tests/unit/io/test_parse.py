@@ -190,6 +190,24 @@ def test_one_event_referenced_a_million_times_is_refused() -> None:
         read(raw)
 
 
+def test_small_files_cannot_make_many_rows() -> None:
+    """One dict referenced from many lists, a million empty traces, long C++ stacks joined to long Python ones."""
+    raw = small()
+    event, block = raw["device_traces"][0][-1], dict(raw["segments"][0]["blocks"][0])
+    del block["address"]
+    many = [{**raw["segments"][0], "address": index << 44, "blocks": [block] * 50_000} for index in range(10)]
+    deep = [{"filename": "a.py", "line": 1, "name": "f"}] * 99_000
+    long = [{**event, "frames": deep, "cpp_frames": [str(index)]} for index in range(1000)]
+    for changed in (
+        {"device_traces": [[]] * 1_000_000},
+        {"device_traces": [[event] * 50_000 for _ in range(10)]},
+        {"segments": many},
+        {"device_traces": [long]},
+    ):
+        with pytest.raises(NotASnapshotError):
+            read({**raw, **changed})
+
+
 def test_a_container_that_holds_itself_ends() -> None:
     loop: list[Any] = []
     loop.append(loop)
