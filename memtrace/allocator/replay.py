@@ -28,6 +28,7 @@ _MAX_ROUNDS = 3
 """One size known better can change the room of later blocks; a legal trace settles in one or two rounds."""
 _MAX_SETTLED = 16
 """Block sizes from before the recording settled by marks, one replay each."""
+_MAX_PATCHES = 64
 _PATCH_BUDGET = 1_000_000
 """Blocks looked at while patching: each patch starts the walk anew."""
 _PATCH_WINDOW = 4096
@@ -105,8 +106,8 @@ def _from_before(events: Events, at_end: MemoryMap, *, patching: bool) -> _Attem
             before = map_before(events, at_end)
         except ContradictionError as contradiction:
             patched = _patched(at_end, events, contradiction.event) if patching else None
-            costly = (len(newer) + 1) * len(at_end.blocks) > _PATCH_BUDGET
-            if patched is None or costly or contradiction.event < len(events) - _PATCH_WINDOW:
+            enough = len(newer) == _MAX_PATCHES or (len(newer) + 1) * len(at_end.blocks) > _PATCH_BUDGET
+            if patched is None or enough or contradiction.event < len(events) - _PATCH_WINDOW:
                 return None
             at_end = patched
             newer.append(Conflict(contradiction.event, "the final map is newer than the trace here"))

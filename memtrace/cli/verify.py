@@ -59,9 +59,11 @@ def _read_truth(path: Path) -> dict[str, object]:
 
     hint = "Save {'stats': dict(torch.cuda.memory_stats())} as JSON."
     try:
-        if path.stat().st_size > _MAX_TRUTH_BYTES:
+        with path.open("rb") as file:  # not trusted to be as large as it says: it may be a device
+            text = file.read(_MAX_TRUTH_BYTES + 1)
+        if len(text) > _MAX_TRUTH_BYTES:
             raise BadTruthError(f"{path} is too large for a file of counters", hint=hint)
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(text)
     except FileNotFoundError as error:
         raise MissingFileError(f"no file {path}", hint=hint) from error
     except (OSError, ValueError, RecursionError) as error:

@@ -85,7 +85,7 @@ def sidecar(directory: Path, rank: int) -> dict[str, object]:
     for name in (f"rank{rank:04d}.json", f"rank{rank}.json"):
         path = directory / name
         try:
-            if path.stat().st_size <= _SIDECAR_BYTES:
+            if path.is_file() and path.stat().st_size <= _SIDECAR_BYTES:
                 content = json.loads(path.read_text("utf-8"))
                 return content if isinstance(content, dict) else {}
         except (OSError, ValueError, RecursionError):

@@ -110,3 +110,10 @@ def test_verify_checks_every_device(tmp_path: Path) -> None:
     path = builders[0].join(*builders[1:]).pickle(tmp_path / "three.pickle")
     devices = memtrace("verify", "--json", path).document["data"]["devices"]
     assert [item["stats"]["requested_bytes.all.peak"] for item in devices] == [MiB, 2 * MiB, 3 * MiB]
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
+def test_a_truth_without_end_is_refused() -> None:
+    ran = memtrace("verify", "fixtures/oom.pickle.xz", "--truth", "/dev/zero")
+    assert ran.code == 3
+    assert "too large" in ran.err
