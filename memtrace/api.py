@@ -53,7 +53,7 @@ class Peak:
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | bytes | os.PathLike[str],
     *,
     rank: int | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
@@ -68,6 +68,7 @@ def load(
     >>> load("fixtures/mlp-adamw.pickle.xz").peak()
     Peak(545.23 MiB allocated after event 192)
     """
+    path = os.fsdecode(path)
     source: RankFile | None = None
     if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises for a name that is too long
         source = recording.choose(Path(path), rank)

@@ -50,9 +50,8 @@ class SourceError(MemtraceError):
 
     def about(self, path: str) -> SourceError:
         """The same error, saying which file it is about."""
-        if path in self.message:
-            return self
-        return type(self)(f"{path}: {self.message}", hint=self.hint)
+        hint = self.hint or "torch did not write it so: it is damaged or edited. Copy it again, or record anew."
+        return type(self)(self.message if path in self.message else f"{path}: {self.message}", hint=hint)
 
 
 class MissingFileError(SourceError):

@@ -72,6 +72,8 @@ def parse_bytes(text: str) -> int:
     factor = _FACTORS.get(match[2].upper()) if match else None
     if match is None or factor is None:
         raise ValueError(f"not a size: {text!r} (write 8GiB, 512MiB or a number of bytes)")
+    if len(match[1]) > 20:
+        raise ValueError("not a size: too many digits")
     return round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 

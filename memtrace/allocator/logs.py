@@ -83,3 +83,5 @@ class Run:
     at_end: MemoryMap
     born_at_end: dict[int, int]
     """Address of each block in use at the end -> the event it was born at."""
+    revised_sizes: int = 0
+    """Blocks whose size the recorded settings do not explain."""

@@ -17,6 +17,8 @@ def notices_of(data: SnapshotData, trace: Trace, replay: Replay) -> tuple[Notice
     found = [
         _conflicts(replay),
         _one_event(trace),
+        _no_trace(data, trace),
+        _revised(replay),
         _skipped(trace, replay),
         _silent_frees(data, trace, replay),
         _late(replay),
@@ -44,6 +46,23 @@ def _one_event(trace: Trace) -> Notice | None:
         "one-event",
         "the trace holds one event, as history in mode 'state' leaves it: only the moment of the snapshot is known. "
         "Record with torch.cuda.memory._record_memory_history(max_entries=...) to see the peak",
+    )
+
+
+def _no_trace(data: SnapshotData, trace: Trace) -> Notice | None:
+    """A device without events beside one that has some (a file without any says so itself)."""
+    if len(trace) or not any(len(other) for other in data.traces):
+        return None
+    return Notice("no-trace", "this device has no events: only the moment of the snapshot is known")
+
+
+def _revised(replay: Replay) -> Notice | None:
+    if not replay.revised_sizes:
+        return None
+    return Notice(
+        "settings-changed",
+        f"the sizes of {plural(replay.revised_sizes, 'block')} do not follow from the allocator settings at the end: "
+        "they were changed while recording. Sizes of other blocks that are gone may be off, too",
     )
 
 

@@ -66,6 +66,7 @@ def replay(data: SnapshotData, device: int) -> Replay:
         splits=changes_of(run.splits),
         segments=changes_of(run.segments),
         settings=settings,
+        revised_sizes=run.revised_sizes,
         notices=(),
     )
     return result.noting(notices_of(data, trace, result))
@@ -133,6 +134,7 @@ def _settled(events: Events, start: MemoryMap, at_end: MemoryMap | None) -> tupl
             run = replay_exactly(events, start, private, forced)
     except ContradictionError:
         return None
+    run.revised_sizes = len(forced)
     return run, [] if at_end is None else differences(run, at_end)
 
 

@@ -89,6 +89,7 @@ class Conflict:
 class Replay:
     """One device replayed. `events` is the number of events replayed (a one-event trace counts as none).
 
+    `revised_sizes`: blocks whose size the settings at the end do not explain, so they were others before.
     `complete`: began with nothing allocated and lost nothing. `lost_events_at_least`: how many events must have
     come before, by what was there at the start.
     """
@@ -103,6 +104,7 @@ class Replay:
     splits: Changes
     segments: Changes
     settings: AllocatorSettings
+    revised_sizes: int
     notices: tuple[Notice, ...]
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -86,6 +87,6 @@ def _large_page(conf: object) -> int:
     if isinstance(conf, str):
         for item in conf.replace(" ", "").split(","):
             key, _, value = item.partition(":")
-            if key == "large_segment_size_mb" and value.isdigit() and 10 < int(value) < 1 << 20:
+            if key == "large_segment_size_mb" and re.fullmatch("[0-9]{1,6}", value) and int(value) > 10:
                 return int(value) * MiB
     return LARGE_PAGE

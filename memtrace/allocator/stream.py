@@ -8,7 +8,7 @@ from memtrace.allocator.memory_map import UNKNOWN_POOL
 from memtrace.allocator.sizes import AllocatorSettings, round_sizes
 from memtrace.model import Action, Trace
 
-FREE = 250
+FREE = 1000
 """Replay-only action: freed and completed at once (a recording that skipped one of the two)."""
 
 

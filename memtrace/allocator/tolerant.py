@@ -92,7 +92,7 @@ class _Walk:
     def _from_before(self, event: int) -> int | None:
         """A block that is freed and was not seen allocated: from before the recording, unless memory says otherwise."""
         address, size = self.events.addr[event], self.events.rounded[event]
-        if self._overlapped(address, size):
+        if self._is_used(address, size):
             self.conflicts.append((event, "a block is freed that is not in use"))
             return None
         born = self.uses.latest(address, address + size)
@@ -151,6 +151,13 @@ class _Walk:
             found.append(self.starts[index])
             index += 1
         return found
+
+    def _is_used(self, address: int, size: int) -> bool:
+        """Whether any block in use (or pending) touches [address, address + size)."""
+        index = bisect_left(self.starts, address)
+        if index < len(self.starts) and self.starts[index] < address + size:
+            return True
+        return index > 0 and self.starts[index - 1] + self.blocks.size[self._block_at(self.starts[index - 1])] > address
 
     def _block_at(self, address: int) -> int:
         return self.live[address] if address in self.live else self.pending[address]

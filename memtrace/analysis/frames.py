@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from memtrace.model import Frame, StackTable
 from memtrace.model.stacks import NOT_RECORDED
+from memtrace.text import printable
 
 _CPP = re.compile(r"(?:\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|hxx|inl|inc|s)|\.so(?:\.[0-9]+)*)$|^$|^\?\?$", re.IGNORECASE)
 _LIBRARY = re.compile(
@@ -53,6 +55,7 @@ class Side(IntEnum):
     CPP = 2
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def side_of(filename: str) -> Side:
     """Whose a file is, by its path."""
     if _CPP.search(filename):
@@ -60,6 +63,7 @@ def side_of(filename: str) -> Side:
     return Side.LIBRARY if _LIBRARY.search(filename) else Side.OWN
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def short_path(filename: str) -> str:
     """A path for people: from the package on (`torch/optim/adam.py`), else its last two parts."""
     in_package = _PACKAGES.match(filename)
@@ -92,9 +96,9 @@ def library_path(frames: Sequence[Frame]) -> list[Frame]:
 
 
 def display_frame(frame: Frame) -> str:
-    """`torch/optim/adam.py:791 _multi_tensor_adam`: not escaped."""
+    """`torch/optim/adam.py:791 _multi_tensor_adam`, made harmless."""
     place = f"{short_path(frame.filename)}:{frame.line}" if frame.line else short_path(frame.filename)
-    return f"{place} {frame.name}".strip()
+    return printable(f"{place} {frame.name}".strip())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,8 +14,8 @@ from memtrace.model import Action, Trace
 Of = Literal["allocated", "reserved", "requested", "active"]
 COUNTER: dict[str, str] = {of: f"{of}_bytes" for of in ("allocated", "reserved", "requested", "active")}
 
-_SECONDS = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)s", re.ASCII)
-_EVENT = re.compile(r"-1|[0-9][0-9,]*")
+_SECONDS = re.compile(r"([0-9]{1,18}(?:\.[0-9]*)?|\.[0-9]+)s", re.ASCII)
+_EVENT = re.compile(r"-1|[0-9][0-9,]{0,24}")
 
 
 def peak_event(replay: Replay, of: str = "allocated") -> int:
@@ -40,7 +40,10 @@ def event_at(at: str, of: str, replay: Replay, trace: Trace) -> int:
     if _EVENT.fullmatch(at):
         event = int(at.replace(",", ""))
         if event > last:
-            raise QuestionError(f"no event {at} in this trace", hint=f"Events are 0 to {last}; -1 is before the first.")
+            raise QuestionError(
+                f"no event {at} in this trace",
+                hint=f"Events are 0 to {last}; -1 is before the first." if last >= 0 else "It has none.",
+            )
         return event
     raise QuestionError(
         f"--at takes peak, end, oom, an event number or a time, not {at!r}",

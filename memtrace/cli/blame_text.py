@@ -13,10 +13,13 @@ from memtrace.attribution import REASON_TEXT, Reason
 from memtrace.cli.options import Common
 from memtrace.cli.output import Column, Page
 from memtrace.model import Action
+from memtrace.text import printable
 from memtrace.units import format_bytes, format_seconds, in_unit, plural, unit_of
 
 _OWN_FRAMES = 3
 _LIBRARY_FRAMES = 3
+_FULL_FRAMES = 1000
+_DEEPEST_INDENT = 60
 _TREE_SHARE = 0.01
 """A branch of the tree below this share of the total is summed up in one line."""
 
@@ -141,7 +144,7 @@ class Report:
 
         if row.key is None:
             return f"({row.category}: {row.label})"
-        return row.key if self.full_stack else short_path(row.key)
+        return printable(row.key if self.full_stack else short_path(row.key))
 
     def _origin(self, answer: Blame, row: Row) -> str:
         """The call that made the row's heaviest stack; "mostly" unless all of its bytes pass through it."""
@@ -161,7 +164,10 @@ class Report:
         if not frames:
             return f"({row.category}: {row.label})"
         if self.full_stack or self.cpp:
-            return "\n".join(display_frame(frame) for frame in frames)
+            lines = [display_frame(frame) for frame in frames[:_FULL_FRAMES]]
+            return "\n".join(
+                lines + ([f"and {len(frames) - _FULL_FRAMES:,} more"] if len(frames) > _FULL_FRAMES else [])
+            )
         own = [frame for frame in frames if side_of(frame.filename) == Side.OWN]
         folded = len(frames) - len(own)
         lines = [display_frame(frame) for frame in own[:_OWN_FRAMES]]
@@ -177,7 +183,7 @@ class Report:
     def _equals(self) -> str:
         """Which of torch's own numbers the total is."""
         answer, replay = self.answer, self.opened.replay(self.answer.device)
-        if replay.conflicts or answer.slack_bound:
+        if replay.conflicts or replay.revised_sizes or answer.slack_bound:
             return ""
         name = {
             ("peak", "allocated"): "max_memory_allocated()",
@@ -197,7 +203,7 @@ class Report:
 
         tree = call_tree(self.answer)
         rows = [
-            [self._size(size), self._share(size), "  " * depth + text]
+            [self._size(size), self._share(size), "  " * min(depth, _DEEPEST_INDENT) + text]
             for size, depth, text in _tree_lines(tree, self.top, self.full_stack)
         ]
         rows.append(

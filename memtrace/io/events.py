@@ -81,13 +81,10 @@ def parse_trace(events: list[object], device: int, interner: Interner, words: Vo
 
 
 def _actions(names: list[object], where: str, words: Vocabulary) -> NDArray[np.uint8]:
-    try:
-        distinct = set(names)
-    except TypeError:
-        distinct = {None}
-    if not all(type(name) is str for name in distinct):
+    if not set(map(type, names)) <= {str}:
         bad = next(index for index, name in enumerate(names) if type(name) is not str)
         raise NotASnapshotError(f"{where} {bad}: action is not text")
+    distinct = set(names)
     for name in sorted(distinct - set(words.actions)):  # type: ignore[type-var]
         words.actions.append(name)  # type: ignore[arg-type]
     if len(words.actions) > _MAX_ACTIONS:
@@ -108,18 +105,9 @@ def _column(rows: list[dict[str, object]], key: str, optional: NDArray[np.bool_]
 
 def _pools(rows: list[dict[str, object]], where: str, words: Vocabulary) -> NDArray[np.int32]:
     values = [row.get("pool_id") for row in rows]
-    known: dict[object, int] = {}
     column = np.empty(len(rows), np.int32)
     for index, value in enumerate(values):
-        key = tuple(value) if type(value) is list else value
-        try:
-            pool = known.get(key)
-        except TypeError as error:
-            raise NotASnapshotError(f"{where} {index}: a pool id is not a pair of integers") from error
-        if pool is None:
-            pool = -1 if value is None else words.pool(value, f"{where} {index}")
-            known[key] = pool
-        column[index] = pool
+        column[index] = -1 if value is None else words.pool(value, f"{where} {index}")
     return column
 
 

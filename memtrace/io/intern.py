@@ -13,7 +13,7 @@ from memtrace.model.stacks import NOT_RECORDED
 
 _MAX_LINE = 2**31 - 1
 _MAX_DEPTH = 100_000
-_MAX_CPP_FRAMES = 8_000_000
+_MAX_CPP_FRAMES = 4_000_000
 """One list of names may be joined to many stacks: without a limit a small file could grow without end."""
 
 

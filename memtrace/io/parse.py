@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from memtrace.errors import NotASnapshotError
@@ -84,6 +86,8 @@ def _settings(raw: object) -> dict[str, Setting]:
     check_dicts([raw], "allocator_settings")
     settings: dict[str, Setting] = {}
     for key, value in raw.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            continue  # no setting, and no JSON
         if isinstance(value, (str, int, float)):
             settings[str(key)] = value
         elif type(value) is dict and len(value) <= _MAX_TABLE and all(type(item) is int for item in value.values()):

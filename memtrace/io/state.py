@@ -27,7 +27,7 @@ _SEGMENT_KEYS = frozenset(
     "is_expandable frames blocks forward_frames".split()
 )
 _BLOCK_KEYS = frozenset("address size requested_size state frames history forward_frames".split())
-MAX_DEVICES = 4096
+MAX_DEVICES = 512
 _SMALL_SEGMENT = 2 * 1024 * 1024
 
 
@@ -54,6 +54,8 @@ def parse_state(raw: list[object], interner: Interner, words: Vocabulary) -> Sta
     address = integers([row.get("address") for row in rows], "address", where)
     size = integers([row.get("total_size") for row in rows], "total_size", where)
     check_sum(size, "segments")
+    if bool((size == 0).any()):
+        raise NotASnapshotError("a segment has no size")
     order = np.lexsort((address, device))
     rows = [rows[index] for index in order.tolist()]
     device, address, size = device[order], address[order], size[order]
@@ -107,7 +109,7 @@ def _parse_blocks(
     for index, name in enumerate(names):
         code = _STATES.get(name) if isinstance(name, str) else None
         if code is None:
-            raise NotASnapshotError(f"block {index}: unknown state {str(name)[:40]!r}")
+            raise NotASnapshotError(f"block {index}: unknown state {_name(name)}")
         state[index] = code
     history = [_newest(block.get("history"), index) for index, block in enumerate(flat)]
     stack = interner.stacks([_frames(block, past) for block, past in zip(flat, history, strict=True)], where)
@@ -118,7 +120,7 @@ def _parse_blocks(
     return Blocks(
         address=_block_addresses(flat, size, segment_address, first_block).astype(np.uint64),
         size=size,
-        requested=_requested(flat, history, state),
+        requested=_requested(flat, history, state, size),
         state=state,
         stack=stack,
     )
@@ -138,7 +140,10 @@ def _frames(block: dict[str, object], past: dict[str, object] | None) -> object:
 
 
 def _requested(
-    flat: list[dict[str, object]], history: list[dict[str, object] | None], state: NDArray[np.uint8]
+    flat: list[dict[str, object]],
+    history: list[dict[str, object] | None],
+    state: NDArray[np.uint8],
+    size: NDArray[np.int64],
 ) -> NDArray[np.int64]:
     requested = np.full(len(flat), REQUEST_UNKNOWN, np.int64)
     for index, (block, past) in enumerate(zip(flat, history, strict=True)):
@@ -150,6 +155,8 @@ def _requested(
         if value is not None:
             requested[index] = check_integer(value, "requested_size", f"block {index}")
     check_sum(requested, "blocks")
+    if bool((requested > size).any()):
+        raise NotASnapshotError(f"block {int((requested > size).argmax())} is smaller than what was requested")
     return requested
 
 
@@ -213,11 +220,16 @@ def _is_large(row: dict[str, object]) -> bool:
     kind = row.get("segment_type")
     if kind is None:  # made by torch.profiler: by size, as the allocator does
         return row.get("total_size") != _SMALL_SEGMENT
-    if kind not in ("small", "large"):
-        raise NotASnapshotError(f"a segment's type is {str(kind)[:40]!r}, expected small or large")
+    if not isinstance(kind, str) or kind not in ("small", "large"):
+        raise NotASnapshotError(f"a segment's type is {_name(kind)}, expected small or large")
     return kind == "large"
 
 
 def _pool(row: dict[str, object], words: Vocabulary) -> int:
     value = row.get("segment_pool_id")
     return 0 if value is None else words.pool(value, "a segment")
+
+
+def _name(value: object) -> str:
+    """A value for an error message, never walked into: it may be a tree of shared lists."""
+    return repr(value[:40]) if isinstance(value, str) else f"a {type(value).__name__}"

@@ -75,3 +75,10 @@ def test_a_nasty_path_is_safe_in_errors(tmp_path: Path) -> None:
     assert ran.code == 3
     assert not UNSAFE.search(ran.err)
     assert len(ran.err.splitlines()) == 2
+
+
+def test_a_newline_in_a_name_makes_no_row(tmp_path: Path) -> None:
+    path = snapshot(tmp_path / "x.pickle", "x\n999.00  99.9  1  INJECTED")
+    for command in (("--by", "stack"), ("--by", "file"), ("--by", "frame"), ("--by", "tree"), ("--by", "block"), ()):
+        lines = memtrace("blame", *command, path).out.splitlines()
+        assert not [line for line in lines if line.strip().startswith("999.00")]

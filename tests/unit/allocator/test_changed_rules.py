@@ -142,3 +142,15 @@ def test_a_mark_settles_the_one_size_that_is_unsure(size_noted: int) -> None:
         [event("snapshot", 0, 6 * MiB), *freed(BASE, 4 * MiB)], [segment(BASE, 20 * MiB, [(20 * MiB, 0, "inactive")])]
     )
     assert [conflict.event for conflict in wrong.conflicts] == [0]
+
+
+def test_settings_that_do_not_explain_the_sizes_are_said() -> None:
+    size, rounded = 5 * MiB + 512, 6 * MiB
+    events = [
+        event("segment_alloc", BASE, 20 * MiB),
+        event("alloc", BASE, size),
+        event("alloc", BASE + rounded, 2 * MiB),
+    ]
+    blocks = [(rounded, size, "active_allocated"), (2 * MiB, 2 * MiB, "active_allocated"), (12 * MiB, 0, "inactive")]
+    found = run(events, [segment(BASE, 20 * MiB, blocks)])
+    assert "settings-changed" in {notice.code for notice in found.notices}
