@@ -11,10 +11,11 @@ from memtrace.allocator.logs import ChangeLog, Run
 from memtrace.allocator.memory_map import MemoryMap
 from memtrace.allocator.sizes import AllocatorSettings
 from memtrace.model import Notice
+from memtrace.model.frozen import FrozenColumns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lifetimes:
+class Lifetimes(FrozenColumns):
     """One row a block. Events are indices: `born` -1 is before the recording, `died` = events is still alive.
 
     `freed` is when the program gave it back, `died` when it could be used again (they differ while a stream still
@@ -46,7 +47,7 @@ class Lifetimes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spans:
+class Spans(FrozenColumns):
     """Memory taken from the driver: one row per extent of a segment or of an expandable range, from born to died."""
 
     address: NDArray[np.uint64]
@@ -68,7 +69,7 @@ class Spans:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Changes:
+class Changes(FrozenColumns):
     """Changes of a count and of bytes at events (-1: the state before), in the large pool or the small."""
 
     event: NDArray[np.int64]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from memtrace.model.frozen import FrozenColumns
 from memtrace.model.stacks import StackTable, StringTable
 from memtrace.model.state import Blocks, Segments
 from memtrace.model.trace import Trace
@@ -41,7 +42,7 @@ class TorchRange:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Annotations:
+class Annotations(FrozenColumns):
     """`record_function` ranges: one row a START or an END, in the file's order."""
 
     name: NDArray[np.int32]

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from memtrace.model.frozen import FrozenColumns
+
 NOT_RECORDED = -1
 """Stack id of an event or block for which torch gathered no context (no `frames` key)."""
 
@@ -35,7 +37,7 @@ class StringTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StackTable:
+class StackTable(FrozenColumns):
     """All distinct stacks of a snapshot: lists of frame ids in CSR form, innermost frame first.
 
     Stack `i` is `frame_ids[offsets[i]:offsets[i + 1]]`; an empty one was recorded without any frame (a thread

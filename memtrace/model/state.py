@@ -8,6 +8,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from memtrace.model.frozen import FrozenColumns
+
 REQUEST_UNKNOWN = -1
 """`Blocks.requested` where the file does not say (torch 1.13)."""
 
@@ -21,7 +23,7 @@ class BlockState(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segments:
+class Segments(FrozenColumns):
     """One row a segment (expandable: one contiguous mapped range), sorted by device and address.
 
     `size` is bytes taken from the driver; `large` tells the pool; `pool` indexes `SnapshotData.pools`.
@@ -43,7 +45,7 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
+class Blocks(FrozenColumns):
     """One row a block, in the order of the segments. `requested` is meaningless for inactive blocks."""
 
     address: NDArray[np.uint64]

@@ -8,6 +8,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from memtrace.model.frozen import FrozenColumns
+
 
 class Action(IntEnum):
     """Kinds of events. Codes from `len(Action)` upwards are names this version does not know.
@@ -28,7 +30,7 @@ class Action(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trace:
+class Trace(FrozenColumns):
     """Columns of equal length, one row an event.
 
     `size` is bytes: requested bytes of alloc and free events, segment bytes of segment events, active bytes of

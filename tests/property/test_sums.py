@@ -56,3 +56,10 @@ def test_reserved_is_split_by_the_contract() -> None:
     rows = {row.category: row for row in memtrace.load(snapshot_path("oom-fragmented")).blame(of="reserved").rows}
     assert {"alloc.stranded", "alloc.releasable", "alloc.slack"} <= rows.keys()
     assert all(row.blocks == 0 for name, row in rows.items() if name.startswith("alloc."))
+
+
+def test_columns_cannot_be_written_to() -> None:
+    snapshot = memtrace.load(snapshot_path("oom"))
+    for column in (snapshot.replay().lifetimes.size, snapshot.data.blocks.size, snapshot.data.traces[0].addr):
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 1
