@@ -22,7 +22,10 @@ def recording_roots(start: Path | None = None) -> Iterator[Path]:
     if named:
         yield Path(named).expanduser()
         return
-    nearest = _nearest((start or Path.cwd()).resolve())
+    try:
+        nearest = _nearest((start or Path.cwd()).resolve())
+    except OSError:  # the current directory is gone
+        nearest = None
     if nearest is not None:
         yield nearest
     yield from _recent()

@@ -53,7 +53,7 @@ class Report:
                 self._table(self.opened.blame(answer.event, answer.of, "stack", answer.device, cpp=self.cpp))
         self.page.line()
         for line in self._closing():
-            self.page.line(line)
+            self.page.line(line, wrap="memtrace blame" not in line)
 
     def _unit(self) -> str:
 
@@ -219,7 +219,7 @@ class Report:
     def _closing(self) -> Iterator[str]:
         answer, device = self.answer, self.answer.device
         path = self.opened.data.path
-        name = shlex.quote(path) if path != "-" else "FILE"
+        name = "FILE" if path == "-" else shlex.quote(path if not path.startswith("-") else f"./{path}")
         if answer.of == "allocated":
             reserved = self.opened.series("reserved_bytes", device=device)
             held, highest = int(reserved[answer.event + 1]), int(reserved.argmax()) - 1
@@ -232,6 +232,7 @@ class Report:
         asked += [f"--of {answer.of}"] if answer.of != "allocated" else []
         asked += [f"-d {device}"] if len(self.opened.devices) > 1 else []
         options = " ".join(asked)
+        here = f" -d {device}" if len(self.opened.devices) > 1 else ""
         steps = [f"--by {by}" for by in ("tree", "file") if by != answer.by]
         if answer.by in ("category", "stack") and not self.full_stack:
             steps.append("--by stack --full-stack")
@@ -239,7 +240,7 @@ class Report:
         for step in steps[1:]:
             yield f"      memtrace blame {name} {options} {step}"
         if answer.of == "allocated":
-            yield f"      memtrace blame {name} --at {answer.event} --of reserved"
+            yield f"      memtrace blame {name} --at {answer.event} --of reserved{here}"
 
     def _request(self) -> str | None:
         """At an out-of-memory event: what was asked for, where, and what the driver still had."""

@@ -106,11 +106,14 @@ class Page:
         )
         self.width = self._console.width
 
-    def line(self, text: str = "", style: str = "") -> None:
-        """One paragraph, wrapped on a terminal only."""
+    def line(self, text: str = "", style: str = "", *, wrap: bool = True) -> None:
+        """One paragraph, wrapped on a terminal only; a command to be pasted is not."""
         from rich.text import Text
 
-        self._write(Text(printable(text), style=style))
+        if wrap:
+            self._write(Text(printable(text), style=style))
+        else:
+            sys.stdout.write(printable(text) + "\n")
 
     def table(
         self, columns: Sequence[Column], rows: Iterable[Sequence[str]], *, dim_rows: frozenset[int] = frozenset()

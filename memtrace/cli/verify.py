@@ -55,18 +55,15 @@ def command(common: Common, snapshot: str | None, truth: Path | None, device: in
 
 def _read_truth(path: Path) -> dict[str, object]:
     from memtrace.analysis.verify import BadTruthError
-    from memtrace.errors import MissingFileError
+    from memtrace.errors import TooLargeError
+    from memtrace.io.opening import read_small
 
     hint = "Save {'stats': dict(torch.cuda.memory_stats())} as JSON."
     try:
-        with path.open("rb") as file:  # not trusted to be as large as it says: it may be a device
-            text = file.read(_MAX_TRUTH_BYTES + 1)
-        if len(text) > _MAX_TRUTH_BYTES:
-            raise BadTruthError(f"{path} is too large for a file of counters", hint=hint)
-        content = json.loads(text)
-    except FileNotFoundError as error:
-        raise MissingFileError(f"no file {path}", hint=hint) from error
-    except (OSError, ValueError, RecursionError) as error:
+        content = json.loads(read_small(str(path), _MAX_TRUTH_BYTES))
+    except TooLargeError as error:
+        raise BadTruthError(f"{path} is too large for a file of counters", hint=hint) from error
+    except (ValueError, RecursionError) as error:
         raise BadTruthError(f"{path} is not readable as JSON", hint=hint) from error
     stats = content.get("stats") if isinstance(content, dict) else None
     if not isinstance(stats, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import io
 import itertools
@@ -69,6 +70,13 @@ def open_file(path: str) -> tuple[Raw, int | None]:
         return _Fifo(descriptor, path), None
     os.close(descriptor)
     raise UnreadableError(f"{path} is a device, not a file", hint="Name a snapshot file, or - for standard input.")
+
+
+def read_small(path: str, max_bytes: int) -> bytes:
+    """A whole small file or pipe, never more than `max_bytes` of it. Raises a SourceError like `open_file`."""
+    raw, size = open_file(path)
+    with contextlib.closing(raw), io.BufferedReader(Stored(path, raw, size, max_bytes, None), BUFFER_BYTES) as reader:
+        return reader.read()
 
 
 class _Fifo(io.FileIO):

@@ -191,3 +191,13 @@ def test_what_predates_the_recording_is_prior(tmp_path: Path) -> None:
         ("prior", True, True),
         ("unknown", False, False),
     }
+
+
+def test_every_hint_keeps_the_device(tmp_path: Path) -> None:
+    hints = [
+        line
+        for line in memtrace("blame", "-d", "0", two_devices(tmp_path / "two.pickle")).out.splitlines()
+        if "memtrace blame" in line
+    ]
+    assert hints
+    assert all(" -d 0" in line for line in hints)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from builders import SnapshotBuilder
 from recordings import truth_path
 from running import memtrace
+
+from memtrace.cli import verify
+from memtrace.io import opening
 
 MiB = 1 << 20
 
@@ -113,7 +117,23 @@ def test_verify_checks_every_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
-def test_a_truth_without_end_is_refused() -> None:
+def test_a_truth_that_is_a_device_is_refused() -> None:
     ran = memtrace("verify", "fixtures/oom.pickle.xz", "--truth", "/dev/zero")
     assert ran.code == 3
-    assert "too large" in ran.err
+    assert "is a device, not a file" in ran.err
+
+
+def test_a_truth_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_MAX_TRUTH_BYTES", 1000)
+    ran = memtrace("verify", "fixtures/oom.pickle.xz", "--truth", truth_path("oom"))
+    assert ran.code == 3
+    assert "too large for a file of counters" in ran.err
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_truth_that_nobody_writes_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "FIFO_PATIENCE_S", 0.05)
+    os.mkfifo(tmp_path / "truth.json")
+    ran = memtrace("verify", "fixtures/oom.pickle.xz", "--truth", tmp_path / "truth.json")
+    assert ran.code == 3
+    assert "nothing writes into this pipe" in ran.err
