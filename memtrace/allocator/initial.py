@@ -186,7 +186,7 @@ class _Backwards:
             raise ContradictionError(event, "mapped pages are not free right after they were mapped")
         self._drop_free(start)
         for rest in self.ranges.cut(item, address, size):
-            self._rehome(rest)
+            self._rehome(event, rest)
         if address > start:
             self._add_free(start, address - start, self._range_of(start))
         if address + size < start + free_size:
@@ -204,7 +204,7 @@ class _Backwards:
         item = Range(start, size, large, stream, events.pool_of(event), expandable=True, owner=owner)
         whole, joined = self.ranges.add_mapped(item)
         if joined:
-            self._rehome(whole)
+            self._rehome(event, whole)
         first, last = start, start + size
         if (before := self._free_ending(first, whole)) is not None:
             first = before
@@ -248,12 +248,12 @@ class _Backwards:
         assert item is not None, "free memory always lies in a range"
         return item
 
-    def _rehome(self, item: Range) -> None:
+    def _rehome(self, event: int, item: Range) -> None:
         """Points the free blocks inside a range that was cut or joined at the new range."""
         first, last = bisect_left(self.starts, item.start), bisect_left(self.starts, item.end)
         self.rehomed += last - first
         if self.rehomed > _REHOME_BUDGET:
-            raise ContradictionError(0, "more pages are mapped and unmapped than can be followed")
+            raise ContradictionError(event, "more pages are mapped and unmapped than can be followed")
         for index in range(first, last):
             start = self.starts[index]
             self.free[start] = (self.free[start][0], item)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrace.allocator import Replay
-from memtrace.analysis.frames import ShownStacks
+from memtrace.analysis.frames import ShownStacks, innermost_common
 from memtrace.analysis.holdings import NO_BLOCK, Holdings, holdings_at
 from memtrace.attribution import CATEGORIES, CONFIDENCE, LABELS, REASON_TEXT, Attribution, Reason
 from memtrace.model import Frame, SnapshotData, StackTable
@@ -93,14 +93,13 @@ def blame_at(
     rows = [groups.row(members, by) for members in _members(labels)]
     rows.sort(key=lambda row: (-row.bytes, row.key or "", row.category, row.stack))
     times = data.trace(replay.device).time_us
-    known = times is not None and len(times) > 0
     unsure = replay.lifetimes.slack_bound[held.block[held.block != NO_BLOCK]] if of != "requested" else None
     return Blame(
         device=replay.device,
         event=event,
         events=replay.events,
         time_us=int(times[event]) if times is not None and 0 <= event < len(times) else None,
-        first_us=int(times[0]) if times is not None and known else None,
+        first_us=int(times[0]) if times is not None and len(times) else None,
         of=of,
         by=by,
         total_bytes=held.total,
@@ -218,17 +217,7 @@ class _Groups:
     def _dominator(self, shown: NDArray[np.int32]) -> Frame | None:
         """The innermost frame that is in every one of the stacks."""
         rows = np.unique(shown).tolist()
-        if NOT_RECORDED in rows:
-            return None
-        table = self.shown.table
-        if len(rows) == 1:
-            return table.frame(int(table.ids(rows[0])[0]))
-        common = set(table.ids(rows[0]).tolist())
-        for row in rows[1:]:
-            common.intersection_update(table.ids(row).tolist())
-            if not common:
-                return None
-        return next(table.frame(frame) for frame in table.ids(rows[0]).tolist() if frame in common)
+        return None if NOT_RECORDED in rows else innermost_common(self.shown.table, rows)
 
     def _facts(self, block: int) -> BlockFacts:
         blocks = self.replay.lifetimes

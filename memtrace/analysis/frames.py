@@ -73,6 +73,27 @@ def short_path(filename: str) -> str:
     return "/".join(parts[-2:]).lstrip("/")
 
 
+def sides(stacks: StackTable) -> NDArray[np.uint8]:
+    """Whose each frame of a table is."""
+    files = {index: side_of(stacks.strings[index]) for index in set(stacks.filename.tolist())}
+    return np.fromiter((files[index] for index in stacks.filename.tolist()), np.uint8, stacks.frame_count)
+
+
+def own_frames(frames: Sequence[Frame]) -> list[Frame]:
+    """The program's own frames of a stack, innermost first."""
+    return [frame for frame in frames if side_of(frame.filename) == Side.OWN]
+
+
+def innermost_common(table: StackTable, rows: Sequence[int]) -> Frame | None:
+    """The innermost frame (in the first of the stacks) that all of the stacks have."""
+    if not rows:
+        return None
+    common = set(table.ids(rows[0]).tolist())
+    for row in rows[1:]:
+        common.intersection_update(table.ids(row).tolist())
+    return next((table.frame(frame) for frame in table.ids(rows[0]).tolist() if frame in common), None)
+
+
 def is_plumbing(frame: Frame) -> bool:
     """Whether a library frame only passes the call on."""
     return (short_path(frame.filename), frame.name) in _PLUMBING
@@ -123,8 +144,7 @@ class ShownStacks:
 
 def shown_stacks(stacks: StackTable, *, cpp: bool = False) -> ShownStacks:
     """The stacks as shown to people; `cpp` keeps the C++ frames."""
-    files = {index: side_of(stacks.strings[index]) for index in set(stacks.filename.tolist())}
-    side = np.fromiter((files[index] for index in stacks.filename.tolist()), np.uint8, stacks.frame_count)
+    side = sides(stacks)
     keep = np.ones(len(stacks.frame_ids), np.bool_) if cpp else side[stacks.frame_ids] != Side.CPP
     kept_ids = stacks.frame_ids[keep].tolist()
     counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(keep)])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memtrace.allocator import Replay, series
-from memtrace.analysis.frames import Side, side_of
+from memtrace.analysis.frames import Side, sides
 from memtrace.analysis.moment import COUNTER
 from memtrace.model import SnapshotData, Trace
 
@@ -82,9 +82,7 @@ def _stack_counts(data: SnapshotData, trace: Trace) -> StackCounts:
         owner = np.repeat(data.segments.device, np.diff(data.segments.first_block))
         stack = data.blocks.stack[(data.blocks.state != 0) & (owner == trace.device)]
     table = data.stacks
-    files = {index: side_of(table.strings[index]) for index in set(table.filename.tolist())}
-    side = np.fromiter((files[index] for index in table.filename.tolist()), np.uint8, table.frame_count)
-    is_cpp = side[table.frame_ids] == Side.CPP
+    is_cpp = sides(table)[table.frame_ids] == Side.CPP
     cpp_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_cpp)])
     cpp = np.diff(cpp_before[table.offsets])
     python = np.diff(table.offsets) - cpp

@@ -12,8 +12,10 @@ from typing import TypeAlias
 import networkx as nx
 
 from memtrace.analysis.blame import Blame
+from memtrace.analysis.frames import innermost_common
 from memtrace.errors import QuestionError
 from memtrace.model import Frame
+from memtrace.model.stacks import NOT_RECORDED
 
 ROOT = 0
 MAX_NODES = 200_000
@@ -60,7 +62,8 @@ def call_tree(blame: Blame) -> CallTree:
         if node == ROOT:
             node = descend(ROOT, (row.category, row.label), None, f"{row.category}  {row.label}", row.bytes)
         graph.nodes[node]["self_bytes"] += row.bytes
-    return CallTree(graph, _common_frame(blame), _heaviest_path(graph))
+    dominator = innermost_common(table, [row.stack for row in blame.rows if row.stack != NOT_RECORDED])
+    return CallTree(graph, dominator, _heaviest_path(graph))
 
 
 def children(graph: Graph, node: int) -> list[int]:
@@ -78,12 +81,3 @@ def _heaviest_path(graph: Graph) -> tuple[Frame, ...]:
             break
         path.append(frame)
     return tuple(path)
-
-
-def _common_frame(blame: Blame) -> Frame | None:
-    """The innermost frame that is on the stack of every row that has one (a dominator of all of them)."""
-    stacks = [blame.stacks.ids(row.stack).tolist() for row in blame.rows if row.stack >= 0]
-    if not stacks:
-        return None
-    common = set(stacks[0]).intersection(*stacks[1:])
-    return next((blame.stacks.frame(frame) for frame in stacks[0] if frame in common), None)

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 
 from memtrace.analysis.blame import Blame, Row
-from memtrace.analysis.frames import Side, display_frame, is_plumbing, library_path, short_path, side_of
+from memtrace.analysis.frames import display_frame, is_plumbing, library_path, own_frames, short_path
 from memtrace.analysis.tree import ROOT, CallTree, call_tree, children
 from memtrace.api import Snapshot
 from memtrace.attribution import REASON_TEXT, Reason
@@ -30,7 +30,6 @@ class Report:
     def __init__(
         self, opened: Snapshot, answer: Blame, shared: Common, when: str, top: int, *, full_stack: bool, cpp: bool
     ) -> None:
-
         self.opened, self.answer, self.shared = opened, answer, shared
         self.when, self.top, self.full_stack, self.cpp = when, top, full_stack, cpp
         self.page: Page = Page(shared.color)
@@ -56,15 +55,12 @@ class Report:
             self.page.line(line, wrap="memtrace blame" not in line)
 
     def _unit(self) -> str:
-
         return {"auto": unit_of(self.answer.total_bytes), "bytes": "B"}.get(self.shared.units, self.shared.units)
 
     def _size(self, size: int) -> str:
-
         return in_unit(size, self.unit)
 
     def _full(self, size: int) -> str:
-
         return format_bytes(size, self.shared.units)
 
     def _mostly_unknown(self) -> bool:
@@ -72,7 +68,6 @@ class Report:
         return 2 * unknown > self.answer.total_bytes
 
     def _sentence(self) -> str:
-
         answer = self.answer
         name = {"peak": "Peak", "end": "End", "oom": "Out of memory"}.get(self.when, "Then")
         if answer.event < 0:
@@ -90,7 +85,6 @@ class Report:
         )
 
     def _table(self, answer: Blame) -> None:
-
         shown, hidden = answer.rows[: self.top], answer.rows[self.top :]
         last_title = {"category": "from", "stack": "stack", "block": "category, from"}.get(answer.by, answer.by)
         columns = [Column(self.unit, right=True), Column("%", right=True), Column("blocks", right=True)]
@@ -141,7 +135,6 @@ class Report:
 
     def _named(self, row: Row) -> str:
         """A file or frame, or why there is none."""
-
         if row.key is None:
             return f"({row.category}: {row.label})"
         return printable(row.key if self.full_stack else short_path(row.key))
@@ -151,13 +144,12 @@ class Report:
         frames = answer.frames(row)
         if not frames:
             return ""
-        own = [frame for frame in frames if side_of(frame.filename) == Side.OWN]
+        own = own_frames(frames)
         chosen = (library_path(frames) or own or [*frames])[0]
         return display_frame(chosen) if chosen == row.dominator else f"mostly {display_frame(chosen)}"
 
     def _stack(self, answer: Blame, row: Row) -> str:
         """A stack in a few lines: the program's own frames, and the libraries' folded to the telling ones."""
-
         frames = answer.frames(row)
         if not frames and row.category == "unknown" and row.label == REASON_TEXT[Reason.NO_RULE]:
             return "(no Python frame; --cpp shows the C++ ones)"
@@ -168,7 +160,7 @@ class Report:
             return "\n".join(
                 lines + ([f"and {len(frames) - _FULL_FRAMES:,} more"] if len(frames) > _FULL_FRAMES else [])
             )
-        own = [frame for frame in frames if side_of(frame.filename) == Side.OWN]
+        own = own_frames(frames)
         folded = len(frames) - len(own)
         lines = [display_frame(frame) for frame in own[:_OWN_FRAMES]]
         if len(own) > _OWN_FRAMES:
@@ -200,7 +192,6 @@ class Report:
         return f"= torch.cuda.{name}, to the byte"
 
     def _tree(self) -> None:
-
         tree = call_tree(self.answer)
         rows = [
             [self._size(size), self._share(size), "  " * min(depth, _DEEPEST_INDENT) + text]
@@ -228,11 +219,9 @@ class Report:
                 f"Reserved at that moment {self._full(held)}: {self._full(held - answer.total_bytes)} more is the "
                 f"allocator's. Reserved was highest, {self._full(int(reserved.max()))}, {when}."
             )
-        asked = [f"--at {answer.event if self.when not in ('peak', 'end', 'oom') else self.when}"]
-        asked += [f"--of {answer.of}"] if answer.of != "allocated" else []
-        asked += [f"-d {device}"] if len(self.opened.devices) > 1 else []
-        options = " ".join(asked)
         here = f" -d {device}" if len(self.opened.devices) > 1 else ""
+        size = f" --of {answer.of}" if answer.of != "allocated" else ""
+        options = f"--at {self.when if self.when in ('peak', 'end', 'oom') else answer.event}{size}{here}"
         steps = [f"--by {by}" for by in ("tree", "file") if by != answer.by]
         if answer.by in ("category", "stack") and not self.full_stack:
             steps.append("--by stack --full-stack")
@@ -250,7 +239,7 @@ class Report:
             return None
         free = trace.device_free.get(event)
         frames = self.opened.data.stacks.frames(int(trace.stack[event]))
-        own = [frame for frame in frames if side_of(frame.filename) == Side.OWN]
+        own = own_frames(frames)
         by = f" by {display_frame((own or [*frames])[0])}" if frames else ""
         left = "" if free is None else f"; the device had {self._full(free)} free"
         return f"Asked{by}: {self._full(int(trace.size[event]))}{left}."
@@ -258,7 +247,6 @@ class Report:
 
 def _tree_lines(tree: CallTree, top: int, every: bool) -> Iterator[tuple[int, int, str]]:
     """(bytes, depth, text) of the branches worth a line. A chain of calls that all pass the same bytes is one line."""
-
     graph = tree.graph
     least = 0 if every else graph.nodes[ROOT]["bytes"] * _TREE_SHARE
     stack: list[tuple[int, int, int, str]] = []

@@ -9,12 +9,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from enum import IntEnum
-from typing import TextIO, cast
+from typing import TextIO, TypeVar, cast
 
 import click
 
 from memtrace.errors import MemtraceError
 from memtrace.text import printable
+
+Result = TypeVar("Result")
 
 _BAR_AFTER_SECONDS = 0.5
 _BAR_WIDTH = 24
@@ -78,6 +80,15 @@ class _ReaderGoneError(Exception):
     """The reader has seen enough (`| head`). No BrokenPipeError, which click would turn into exit code 1."""
 
 
+def _checked(call: Callable[[], Result]) -> Result:
+    try:
+        return call()
+    except BrokenPipeError:
+        raise _ReaderGoneError from None
+    except OSError as error:
+        raise OutputError(error.strerror or str(error)) from error
+
+
 class _Guarded:
     """Standard output whose failures cannot be taken for those of a file that is read."""
 
@@ -86,21 +97,11 @@ class _Guarded:
 
     def write(self, text: str) -> int:
         """Writes, or raises OutputError or _ReaderGoneError."""
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            raise _ReaderGoneError from None
-        except OSError as error:
-            raise OutputError(error.strerror or str(error)) from error
+        return _checked(lambda: self._stream.write(text))
 
     def flush(self) -> None:
         """Flushes, with the same errors."""
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            raise _ReaderGoneError from None
-        except OSError as error:
-            raise OutputError(error.strerror or str(error)) from error
+        _checked(self._stream.flush)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,15 +44,13 @@ class Common:
 def common(command: Command) -> Command:
     """Adds the shared options; the command receives them as one `Common` named `common`."""
 
+    @functools.wraps(command)  # with the options the command has already
     def wrapped(**options: Any) -> Any:
         names = ("json", "units", "color", "quiet", "progress", "max_size", "rank")
         shared = Common(**{name: options.pop(name) for name in names})
         options.pop("verbose")
         return command(common=shared, **options)
 
-    wrapped.__name__ = command.__name__
-    wrapped.__doc__ = command.__doc__
-    wrapped.__click_params__ = list(getattr(command, "__click_params__", []))  # type: ignore[attr-defined]
     options = (
         click.option(
             "-r", "--rank", type=click.IntRange(min=0), help="Which rank of a recording (default: the highest peak)."
