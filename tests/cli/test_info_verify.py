@@ -137,3 +137,10 @@ def test_a_truth_that_nobody_writes_does_not_hang(tmp_path: Path, monkeypatch: p
     ran = memtrace("verify", "fixtures/oom.pickle.xz", "--truth", tmp_path / "truth.json")
     assert ran.code == 3
     assert "nothing writes into this pipe" in ran.err
+
+
+def test_a_setting_that_is_no_number_is_no_json(tmp_path: Path) -> None:
+    builder = SnapshotBuilder().alloc(0x7F0000000000, 512).settings(garbage_collection_threshold=float("nan"))
+    ran = memtrace("info", "--json", builder.pickle(tmp_path / "nan.pickle"))
+    assert "NaN" not in ran.out
+    assert "garbage_collection_threshold" not in ran.document["data"]["settings"]
