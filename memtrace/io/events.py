@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +29,11 @@ class Vocabulary:
     event_keys: set[str] = field(default_factory=set)
     unknown_keys: set[str] = field(default_factory=set)
 
+    def see(self, keys: Iterable[str]) -> None:
+        """Keys that events have."""
+        self.event_keys.update(keys)
+        self.unknown_keys.update(set(keys) - _KNOWN_KEYS)
+
     def pool(self, value: object, where: str) -> int:
         """Index of a pool id: a pair of integers (a list after a trip through JSON)."""
         if not isinstance(value, (tuple, list)) or len(value) != 2:
@@ -44,8 +50,7 @@ def parse_trace(events: list[object], device: int, interner: Interner, words: Vo
     keys = {key for shape in set(map(tuple, rows)) for key in shape}
     if not all(type(key) is str for key in keys):
         raise NotASnapshotError(f"{where}: a key is not text")
-    words.event_keys |= keys
-    words.unknown_keys |= keys - _KNOWN_KEYS
+    words.see(keys)
 
     action = _actions([row.get("action") for row in rows], where, words)
     without_address = (action == Action.OOM) | (action > Action.OOM)
@@ -56,10 +61,8 @@ def parse_trace(events: list[object], device: int, interner: Interner, words: Vo
     if len(rows) and int((addr[moves].astype(np.uint64) + size[moves].astype(np.uint64)).max(initial=0)) > 2**63:
         raise NotASnapshotError(f"device {device}: an event ends beyond the address space")
     stream = _column(rows, "stream", np.ones(len(rows), np.bool_), where)
-    stack = interner.stacks([row.get("frames") for row in rows], where)
-    if "cpp_frames" in keys:
-        for index, row in enumerate(rows):
-            stack[index] = interner.with_cpp(int(stack[index]), row.get("cpp_frames"), f"{where} {index}")
+    cpp_frames = [row.get("cpp_frames") for row in rows] if "cpp_frames" in keys else None
+    stack = interner.stacks([row.get("frames") for row in rows], where, cpp_frames)
     ooms = np.flatnonzero(action == Action.OOM).tolist()
     return Trace(
         device=device,

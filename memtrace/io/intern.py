@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,18 @@ from memtrace.model import StackTable, StringTable
 from memtrace.model.stacks import NOT_RECORDED
 
 _MAX_LINE = 2**31 - 1
-_MAX_DEPTH = 100_000
-_MAX_CPP_FRAMES = 4_000_000
+MAX_STACK_FRAMES = 100_000
+MAX_CPP_FRAMES = 4_000_000
 """One list of names may be joined to many stacks: without a limit a small file could grow without end."""
+
+
+class StackIds(Protocol):
+    """What numbers texts and `frames` lists while the memory map is parsed."""
+
+    def string(self, text: str) -> int: ...
+    def stacks(
+        self, frames: Sequence[object], where: str, cpp_frames: Sequence[object] | None = None
+    ) -> NDArray[np.int32]: ...
 
 
 class Interner:
@@ -29,18 +39,24 @@ class Interner:
         self._frame_of_id: dict[int, int] = {}
         self._stacks: dict[tuple[int, ...], int] = {}
         self._keys: list[tuple[int, ...]] = []
-        self._with_cpp: dict[tuple[int, int], int] = {}
         self._cpp_frames = 0
 
     def string(self, text: str) -> int:
         """Id of a string."""
         return self._strings.setdefault(text, len(self._strings))
 
-    def stacks(self, frames: Sequence[object], where: str) -> NDArray[np.int32]:
-        """Ids of many `frames` lists, each distinct list looked at once; `NOT_RECORDED` for None."""
+    def stacks(
+        self, frames: Sequence[object], where: str, cpp_frames: Sequence[object] | None = None
+    ) -> NDArray[np.int32]:
+        """Ids of many `frames` lists, each distinct list looked at once; `NOT_RECORDED` for None.
+
+        `cpp_frames` are lists of the C++ function names of torch 2.0 (innermost), which go in front.
+        """
         if not set(map(type, frames)) <= {list, type(None)}:
             bad = next(index for index, items in enumerate(frames) if type(items) not in (list, type(None)))
             raise NotASnapshotError(f"{where} {bad}: frames is {_kind(frames[bad])}, expected a list")
+        if cpp_frames is not None:
+            return self._joined_stacks(frames, cpp_frames, where)
         identities = np.fromiter(map(id, frames), np.int64, len(frames))
         _, first, inverse = np.unique(identities, return_index=True, return_inverse=True)
         order = np.argsort(first)  # in the file's order: identities differ from run to run
@@ -51,41 +67,42 @@ class Interner:
             try:
                 ids[position] = known[tuple(map(frame_of, map(id, items)))]
             except (KeyError, TypeError):
-                ids[position] = self._new_stack(items, f"{where} {index}")
+                ids[position] = (
+                    NOT_RECORDED if items is None else self._intern_stack(self._key(items, f"{where} {index}"))
+                )
         return ids[inverse]
 
-    def _new_stack(self, frames: object, where: str) -> int:
-        """Id of a list that is new in content; `NOT_RECORDED` for None."""
-        if frames is None:
-            return NOT_RECORDED
-        assert isinstance(frames, list), "checked for all at once"
-        if len(frames) > _MAX_DEPTH:
-            raise NotASnapshotError(f"{where}: a stack of {len(frames):,} frames is deeper than any program's")
-        of_id = self._frame_of_id
-        return self._intern_stack(
-            tuple([of_id[id(frame)] if id(frame) in of_id else self._frame(frame, where) for frame in frames])
-        )
+    def _joined_stacks(self, frames: Sequence[object], cpp_frames: Sequence[object], where: str) -> NDArray[np.int32]:
+        ids = np.empty(len(frames), np.int32)
+        known: dict[tuple[int, int], int] = {}
+        for index, (items, names) in enumerate(zip(frames, cpp_frames, strict=True)):
+            pair = id(items), id(names)
+            if pair not in known:
+                key = self._cpp_key(names, f"{where} {index}")
+                key += () if items is None else self._key(items, f"{where} {index}")
+                known[pair] = NOT_RECORDED if items is None and not key else self._intern_stack(key)
+                self._cpp_frames += len(key) if names else 0
+                if self._cpp_frames > MAX_CPP_FRAMES:
+                    raise NotASnapshotError(f"{where} {index}: stacks of more C++ frames than any program has")
+            ids[index] = known[pair]
+        return ids
 
-    def with_cpp(self, stack: int, names: object, where: str) -> int:
-        """Id of `stack` with the C++ function names of torch 2.0 (`cpp_frames`, innermost) in front."""
+    def _cpp_key(self, names: object, where: str) -> tuple[int, ...]:
         if names is None:
-            return stack
-        known = self._with_cpp.get((stack, id(names)))
-        if known is not None:
-            return known
+            return ()
         if type(names) is not list or not all(type(name) is str for name in names):
             raise NotASnapshotError(f"{where}: cpp_frames is not a list of text")
-        if not names:
-            return stack
-        self._cpp_frames += len(names) + (len(self._keys[stack]) if stack >= 0 else 0)
-        if self._cpp_frames > _MAX_CPP_FRAMES:
-            raise NotASnapshotError(f"{where}: stacks of more C++ frames than any program has")
-        inner = tuple([self._intern_frame("??", 0, name) for name in names])
-        joined = self._intern_stack(inner + (self._keys[stack] if stack >= 0 else ()))
-        self._with_cpp[stack, id(names)] = joined
-        return joined
+        return tuple([self._intern_frame("??", 0, name) for name in names])
 
-    def tables(self) -> tuple[StackTable, StringTable]:
+    def _key(self, frames: object, where: str) -> tuple[int, ...]:
+        """The frame ids of a list."""
+        assert isinstance(frames, list), "checked for all at once"
+        if len(frames) > MAX_STACK_FRAMES:
+            raise NotASnapshotError(f"{where}: a stack of {len(frames):,} frames is deeper than any program's")
+        of_id = self._frame_of_id
+        return tuple([of_id[id(frame)] if id(frame) in of_id else self._frame(frame, where) for frame in frames])
+
+    def tables(self) -> StackTable:
         """The frozen tables."""
         frames = list(self._frames)
         filename = np.fromiter((self.string(frame[0]) for frame in frames), np.int32, len(frames))
@@ -94,8 +111,7 @@ class Interner:
         lengths = np.fromiter(map(len, self._keys), np.int64, len(self._keys))
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         frame_ids = np.fromiter((frame for key in self._keys for frame in key), np.int32, int(offsets[-1]))
-        strings = StringTable(tuple(self._strings))
-        return StackTable(strings, filename, line, name, offsets, frame_ids), strings
+        return StackTable(StringTable(tuple(self._strings)), filename, line, name, offsets, frame_ids)
 
     def _intern_stack(self, key: tuple[int, ...]) -> int:
         stack = self._stacks.setdefault(key, len(self._keys))
@@ -106,6 +122,8 @@ class Interner:
     def _frame(self, frame: object, where: str) -> int:
         if type(frame) is not dict:
             raise NotASnapshotError(f"{where}: a frame is {_kind(frame)}, expected a dict")
+        if any(isinstance(value, (dict, list, tuple)) for value in frame.values()):
+            raise NotASnapshotError(f"{where}: a frame holds lists or dicts")
         filename, line, name = frame.get("filename", ""), frame.get("line", 0), frame.get("name", "")
         if type(filename) is not str or type(name) is not str or type(line) is not int:
             raise NotASnapshotError(f"{where}: a frame needs text for filename and name and an integer line")

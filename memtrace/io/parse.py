@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,9 +11,9 @@ from memtrace.errors import NotASnapshotError
 from memtrace.io import versions
 from memtrace.io.columns import check_dicts, check_list, integers
 from memtrace.io.events import Vocabulary, parse_trace
-from memtrace.io.intern import Interner
+from memtrace.io.intern import Interner, StackIds
 from memtrace.io.state import MAX_DEVICES, State, parse_state
-from memtrace.model import Action, Annotations, Notice, SnapshotData, Trace
+from memtrace.model import Action, Annotations, Notice, SnapshotData, StackTable, Trace
 from memtrace.model.snapshot import Setting
 
 _TOP_KEYS = frozenset(
@@ -22,9 +23,22 @@ _MAX_TABLE = 64
 _HINT = "memtrace reads what torch.cuda.memory._dump_snapshot() writes"
 
 
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What either reader has made of a file, before it is put together."""
+
+    top: dict[str, object]
+    is_bare_list: bool
+    traces: list[Trace]
+    state: State
+    words: Vocabulary
+    annotations: Annotations
+    stacks: StackTable
+
+
 def parse(loaded: object, *, path: str, file_bytes: int) -> SnapshotData:
     """Columns of a snapshot. Raises NotASnapshotError (with the place) when `loaded` is something else."""
-    top = _top(loaded)
+    top = top_of(loaded)
     interner, words = Interner(), Vocabulary()
     raw_traces = check_list(top.get("device_traces", []), "device_traces")
     if len(raw_traces) > MAX_DEVICES:
@@ -35,25 +49,31 @@ def parse(loaded: object, *, path: str, file_bytes: int) -> SnapshotData:
     check_dicts([event for events in lists for event in events] if len(lists) > 1 else [], "event")
     traces = [parse_trace(events, device, interner, words) for device, events in enumerate(lists)]
     state = parse_state(check_list(top.get("segments", []), "segments"), interner, words)
+    annotations = parse_annotations(top.get("external_annotations"), interner)
+    parsed = Parsed(top, isinstance(loaded, list), traces, state, words, annotations, interner.tables())
+    return assemble(parsed, path=path, file_bytes=file_bytes)
+
+
+def assemble(parsed: Parsed, *, path: str, file_bytes: int) -> SnapshotData:
+    """The snapshot: with what the keys say of the torch it is from, and what to know before trusting it."""
+    top, state, words = parsed.top, parsed.state, parsed.words
     settings = _settings(top.get("allocator_settings"))
-    annotations = _annotations(top.get("external_annotations"), interner)
-    notices = _notices(top, traces, state, words)
-    traces, reordered = _in_order(traces)
-    stacks, strings = interner.tables()
+    notices = _notices(top, parsed.traces, state, words)
+    traces, reordered = _in_order(parsed.traces)
     return SnapshotData(
         path=path,
         file_bytes=file_bytes,
         traces=_present(traces, state),
         segments=state.segments,
         blocks=state.blocks,
-        stacks=stacks,
-        strings=strings,
+        stacks=parsed.stacks,
+        strings=parsed.stacks.strings,
         pools=tuple(words.pools),
         actions=tuple(words.actions),
         settings=settings,
-        annotations=annotations,
+        annotations=parsed.annotations,
         torch=versions.infer(
-            top=None if isinstance(loaded, list) else top.keys(),
+            top=None if parsed.is_bare_list else top.keys(),
             settings=settings.keys() if "allocator_settings" in top else None,
             blocks=state.block_keys,
             events=words.event_keys,
@@ -65,7 +85,8 @@ def parse(loaded: object, *, path: str, file_bytes: int) -> SnapshotData:
     )
 
 
-def _top(loaded: object) -> dict[str, object]:
+def top_of(loaded: object) -> dict[str, object]:
+    """The dict at the top; of a bare list of segments, one made for it. Raises NotASnapshotError."""
     if type(loaded) is list:  # torch 1.13, or torch.cuda.memory_snapshot() of any release
         if loaded and not (type(loaded[0]) is dict and "blocks" in loaded[0]):
             raise NotASnapshotError("the file holds a list that is no list of segments", hint=_HINT)
@@ -95,7 +116,8 @@ def _settings(raw: object) -> dict[str, Setting]:
     return settings
 
 
-def _annotations(raw: object, interner: Interner) -> Annotations:
+def parse_annotations(raw: object, interner: StackIds) -> Annotations:
+    """`external_annotations` as columns. Raises NotASnapshotError."""
     rows = check_list([] if raw is None else raw, "external_annotations")
     check_dicts(rows, "annotation")
     name, start, device = [], [], []
@@ -123,7 +145,7 @@ def _in_order(traces: list[Trace]) -> tuple[list[Trace], list[Notice]]:
     """Traces in the order of their clock. A ring that was resized while recording is written out of order."""
     ordered, notices = [], []
     for trace in traces:
-        if trace.time_us is None or bool((np.diff(trace.time_us) >= 0).all()):
+        if trace.time_us is None or bool((trace.time_us[1:] >= trace.time_us[:-1]).all()):
             ordered.append(trace)
             continue
         order = np.argsort(trace.time_us, kind="stable")

@@ -1,4 +1,4 @@
-"""The walk over a pickle's opcodes that comes before any loading of it.
+"""The walk over a pickle's opcodes that comes before Python loads it; the reference for what `_decode` accepts.
 
 Owns the decision what a pickle may contain to be loaded at all. A 9-byte pickle can make the C unpickler take
 4 GiB, and others crash it; whatever passes here cannot: it creates only plain data, needs memory in proportion
@@ -6,48 +6,58 @@ to its bytes, has string keys only (hashing nested tuples recurses in C), is sha
 
 The walk keeps one byte per value on the unpickler's stack and in its memo, the value's *kind*:
 
-    0      a string short enough to be a dict key
-    1      any other scalar
-    1 + h  a dict, list or tuple of height h (h = 1: holds scalars only)
+    0           a text short enough to be a dict key
+    1 to 6      one of the texts under which a container has a role
+    7, 8        a number or None, a long text
+    8 + 2h (+1) a list or tuple (a dict) of height h without a role (h = 1: holds scalars only)
+    80 + r      a dict or list of role r
 
 A container may change only in the stack slot where it was made, and only until something fetches it from the
-memo. All picklers write so, and it makes heights final and cycles impossible.
+memo. All picklers write so, and it makes heights final and cycles impossible. What a container is (`roles`) follows
+from where it is made, and one with a role stands only there.
 """
 
 from __future__ import annotations
 
 import struct
-from array import array
-from typing import NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from memtrace.errors import NotAPickleError, NotASnapshotError, SourceError, TruncatedError, UnsafePickleError
+from memtrace.errors import NotAPickleError, TruncatedError
+from memtrace.io.refusal import COPY_AGAIN, HOW_TO_WRITE, cut_off, opcode_refusal, refusal
+from memtrace.io.roles import (
+    BY_KEY,
+    DICT_WEIGHT,
+    FREE_VALUES,
+    FREE_WEIGHT,
+    ITEMS,
+    MAX_DEPTH,
+    MAX_DEVICES,
+    MAX_INTEGER_BYTES,
+    MAX_KEY_BYTES,
+    MAX_KEYS,
+    MAX_TEXT_BYTES,
+    SEQUENCE_WEIGHT,
+    Role,
+)
 from memtrace.units import MiB
 
-SCAN_LIMIT = 8 * MiB  # larger pickles are not walked: that would take longer than loading them
+SCAN_LIMIT = 8 * MiB  # larger pickles are not walked in Python: that would take longer than loading them
 
-MAX_DEPTH = 100  # snapshots are 7 deep
-MAX_INTEGER_BYTES = 9  # unsigned 64 bits and a sign
-MAX_KEY_BYTES = 1024  # two equal long keys, looked up again and again, would compare for minutes
-
-# Containers are what a short pickle can make most memory with: at worst a dict takes 240 bytes and is written in 5.
-# A dict weighs 12, a list or tuple 6, and a pickle may weigh 3/4 of its length. Real ones weigh 1/6, at most 1/2.
-# With strings, at worst 22 bytes in memory per byte, 8 MiB stay below 300 MB.
-_DICT_WEIGHT = 12
-_SEQUENCE_WEIGHT = 6
-_FREE_WEIGHT = 65536
-
-_KEY, _SCALAR, _EMPTY = 0, 1, 2
+_WORDS = ("device_traces", "segments", "allocator_settings", "external_annotations", "blocks", "history")
+_WORD_KINDS = {word.encode(): kind for kind, word in enumerate(_WORDS, 1)}
+_LAST_WORD = len(_WORDS)
+_SCALAR, _LONG_TEXT, _FLAT = 7, 8, 8
+_WITH_ROLE = 80
 _FETCHED = 128  # flag on a memo entry: the container was fetched and must not change any more
 
 _PROTO, _FRAME, _STOP, _MARK = 0x80, 0x95, 0x2E, 0x28
-_POP, _POP_MARK = 0x30, 0x31
 _EMPTY_DICT, _EMPTY_LIST, _EMPTY_TUPLE = 0x7D, 0x5D, 0x29
-_DICT, _LIST, _TUPLE, _TUPLE1, _TUPLE3 = 0x64, 0x6C, 0x74, 0x85, 0x87
+_TUPLE, _TUPLE1, _TUPLE2, _TUPLE3 = 0x74, 0x85, 0x86, 0x87
 _APPEND, _APPENDS, _SETITEM, _SETITEMS = 0x61, 0x65, 0x73, 0x75
 _LONG1, _LONG4 = 0x8A, 0x8B
 _SHORT_BINUNICODE, _BINUNICODE, _BINUNICODE8 = 0x8C, 0x58, 0x8D
 _MEMOIZE, _BINPUT, _LONG_BINPUT, _BINGET, _LONG_BINGET = 0x94, 0x71, 0x72, 0x68, 0x6A
-_GLOBAL, _STACK_GLOBAL = 0x63, 0x93
 
 # Scalars of fixed width: BININT BININT1 BININT2 BINFLOAT NONE NEWTRUE NEWFALSE -> bytes with the opcode.
 _FIXED = {0x4A: 5, 0x4B: 2, 0x4D: 3, 0x47: 9, 0x4E: 1, 0x88: 1, 0x89: 1}
@@ -55,46 +65,13 @@ _FIXED_WIDTH = bytes(_FIXED.get(opcode, 0) for opcode in range(256))
 _FETCH = {_BINGET: 2, _LONG_BINGET: 5}
 _FETCH_WIDTH = bytes(_FETCH.get(opcode, 0) for opcode in range(256))
 
-_RUNS_CODE = {
-    _GLOBAL: "import something by name",
-    _STACK_GLOBAL: "import something by name",
-    0x69: "create an object (INST)",
-    0x6F: "create an object (OBJ)",
-    0x81: "create an object (NEWOBJ)",
-    0x92: "create an object (NEWOBJ_EX)",
-    0x52: "call a function (REDUCE)",
-    0x62: "set an object's state (BUILD)",
-    0x50: "resolve a persistent id (PERSID)",
-    0x51: "resolve a persistent id (BINPERSID)",
-    0x82: "use an extension code (EXT1)",
-    0x83: "use an extension code (EXT2)",
-    0x84: "use an extension code (EXT4)",
-}
-
-_ANOTHER_PICKLE = {
-    **dict.fromkeys((0x42, 0x43, 0x8E), "bytes"),
-    **dict.fromkeys((0x54, 0x55), "Python 2 byte strings"),
-    0x96: "a bytearray",
-    **dict.fromkeys((0x97, 0x98), "a buffer outside the file"),
-    **dict.fromkeys((0x8F, 0x90), "a set"),
-    0x91: "a frozenset",
-    **dict.fromkeys((0x49, 0x4C, 0x46, 0x53, 0x56, 0x70, 0x67, 0x32), "values of pickle protocol 0"),
-}
-
-_HOW_TO_WRITE = "A snapshot is what torch.cuda.memory._dump_snapshot('snapshot.pickle') writes."
-_COPY_AGAIN = "Copy the file again from where it was made, or record anew: its writer may have been killed."
-_NOTHING_RUN = "Nothing was run. Do not open this file with pickle.load: torch's snapshots hold plain data only."
-
 _uint32 = struct.Struct("<I").unpack_from
 _uint64 = struct.Struct("<Q").unpack_from
 _int32 = struct.Struct("<i").unpack_from
 
 
 class _Refused(Exception):
-    """Why the walk stopped, before the byte offset is known."""
-
-    def __init__(self, error: type[SourceError], what: str, hint: str) -> None:
-        self.error, self.what, self.hint = error, what, hint
+    """Why the walk stopped (a key of `refusal.REASONS`), before the byte offset is known."""
 
 
 def scan(data: bytes | memoryview) -> None:
@@ -113,153 +90,226 @@ def scan_start(data: bytes | memoryview) -> None:
 def check_header(data: bytes) -> None:
     """Refuses what does not begin like a pickle of protocol 2 to 5."""
     if not data:
-        raise NotAPickleError("the file is empty", hint=_COPY_AGAIN)
+        raise NotAPickleError("the file is empty", hint=COPY_AGAIN)
     if data[0] != _PROTO:
-        raise NotAPickleError(f"the file begins with {data[:8]!r}, which is no pickle", hint=_HOW_TO_WRITE)
+        raise NotAPickleError(f"the file begins with {data[:8]!r}, which is no pickle", hint=HOW_TO_WRITE)
     if len(data) < 2:
-        raise TruncatedError("the file ends after its first byte", hint=_COPY_AGAIN)
+        raise TruncatedError("the file ends after its first byte", hint=COPY_AGAIN)
     if not 2 <= data[1] <= 5:
-        raise NotAPickleError(f"the file begins like a pickle of protocol {data[1]}; 2 to 5 exist", hint=_HOW_TO_WRITE)
+        raise NotAPickleError(f"the file begins like a pickle of protocol {data[1]}; 2 to 5 exist", hint=HOW_TO_WRITE)
+
+
+@dataclass(slots=True)
+class _Fresh:
+    """A list or dict still in the slot where it was made. `memo` is 1 + its memo index, 0: none yet."""
+
+    slot: int
+    role: Role
+    is_dict: bool
+    memo: int = 0
+    items: int = 0
 
 
 class _Values:
     """The unpickler's stack, marks and memo, with kinds for values."""
 
-    __slots__ = ("_fresh_at", "_fresh_dict", "_fresh_memo", "_weight_left", "fence", "marks", "memo", "stack")
+    __slots__ = ("_fresh", "_traces", "_weight", "at", "fence", "marks", "memo", "stack")
 
-    def __init__(self, weight: int) -> None:
+    def __init__(self) -> None:
         self.stack = bytearray()
         self.memo = bytearray()
-        self.marks: list[int] = []
+        self.marks: list[tuple[int, int]] = []  # the slot, and how many containers were fresh
         self.fence = 0  # what lies below the last mark is out of reach
-        self._weight_left = weight
-        # Containers still in the slot where they were made: the slot, 1 + memo index (0: none yet), whether a dict.
-        self._fresh_at = array("Q")
-        self._fresh_memo = array("Q")
-        self._fresh_dict = bytearray()
+        self.at = 0
+        self._fresh: list[_Fresh] = []
+        self._weight = 0
+        self._traces = 0
 
     def mark(self) -> None:
         if len(self.marks) > MAX_DEPTH:
-            raise _too_deep()
+            raise _Refused("too_deep")
         self.fence = len(self.stack)
-        self.marks.append(self.fence)
+        self.marks.append((self.fence, len(self._fresh)))
 
     def unmark(self) -> int:
         """Removes the last mark and returns the slot of the first value above it."""
         if not self.marks:
-            raise _damaged("the end of a list without its beginning")
-        first = self.marks.pop()
-        self.fence = self.marks[-1] if self.marks else 0
+            raise _Refused("no_beginning")
+        first, _ = self.marks.pop()
+        self.fence = self.marks[-1][0] if self.marks else 0
         return first
 
     def top(self, count: int) -> int:
         """The slot of the first of the `count` topmost values."""
         first = len(self.stack) - count
         if first < self.fence:
-            raise _damaged("an operation on values that are not there")
+            raise _Refused("not_there")
         return first
 
-    def drop(self, first: int) -> None:
-        del self.stack[first:]
-        fresh_at = self._fresh_at
-        while fresh_at and fresh_at[-1] >= first:
-            fresh_at.pop()
-            self._fresh_memo.pop()
-            self._fresh_dict.pop()
-
-    def pop(self) -> None:
-        if self.marks and self.marks[-1] == len(self.stack):
-            self.unmark()
-        else:
-            self.drop(self.top(1))
-
-    def make(self, is_dict: bool, kind: int = _EMPTY) -> None:
+    def make(self, is_dict: bool) -> None:
         """Pushes a new list or dict."""
-        self._weigh(_DICT_WEIGHT if is_dict else _SEQUENCE_WEIGHT)
-        self._fresh_at.append(len(self.stack))
-        self._fresh_memo.append(0)
-        self._fresh_dict.append(is_dict)
-        self.stack.append(kind)
+        self._weigh(DICT_WEIGHT if is_dict else SEQUENCE_WEIGHT)
+        role = self._role_here(is_dict)
+        if role == Role.TRACE:
+            self._traces += 1
+            if self._traces > MAX_DEVICES:
+                raise _Refused("too_many_devices")
+        self._fresh.append(_Fresh(len(self.stack), role, is_dict))
+        self.stack.append(_WITH_ROLE + role if role else _FLAT + 2 + is_dict)
 
     def make_tuple(self, first: int) -> None:
         """A tuple in place of the values from slot `first`."""
-        self._weigh(_SEQUENCE_WEIGHT)
-        kind = self._holding(first)
-        self.drop(first)
+        self._weigh(SEQUENCE_WEIGHT)
+        kind = self._holding(first, False)
+        self._drop(first)
         self.stack.append(kind)
-
-    def make_filled(self, first: int, is_dict: bool) -> None:
-        """A list or dict in place of the values from slot `first`."""
-        if is_dict:
-            self._check_keys(first)
-        kind = self._holding(first)
-        self.drop(first)
-        self.make(is_dict, kind)
 
     def fill(self, first: int, is_dict: bool) -> None:
         """Moves the values from slot `first` into the container just below them."""
         if first <= self.fence:
-            raise _damaged("values for a container that is not there")
+            raise _Refused("no_container")
         if is_dict:
             self._check_keys(first)
-        kind = self._holding(first)
-        self.drop(first)
-        target = first - 1
-        if not self._fresh_at or self._fresh_at[-1] != target or self._fresh_dict[-1] != is_dict:
-            raise _damaged("values for something that is no " + ("dict" if is_dict else "list"))
-        kind = max(kind, self.stack[target])
-        self.stack[target] = kind
-        index = self._fresh_memo[-1]
-        if index:
-            if self.memo[index - 1] >= _FETCHED:
-                raise _Refused(NotASnapshotError, "holds a list or dict that contains itself", _HOW_TO_WRITE)
-            self.memo[index - 1] = kind
+        values = bytes(self.stack[first:])
+        if len(values) > FREE_VALUES and len(values) * 16 > self.at:
+            raise _Refused("too_many_values")
+        other = 0
+        fresh = self._fresh
+        while fresh and fresh[-1].slot >= first:
+            fresh.pop()
+        if not fresh or fresh[-1].slot != first - 1 or fresh[-1].is_dict != is_dict:
+            raise _Refused("no_container")
+        target = fresh[-1]
+        if target.memo and self.memo[target.memo - 1] & _FETCHED:
+            raise _Refused("itself")
+        if target.role == Role.OTHER:
+            other = max(self._holding(first, is_dict), self.stack[target.slot])
+            self.stack[target.slot] = other
+            if target.memo:
+                self.memo[target.memo - 1] = other
+        elif is_dict:
+            _check_values(target.role, values)
+        elif set(values) - {_WITH_ROLE + ITEMS[target.role][1]}:
+            raise _Refused("misplaced")
+        target.items += len(values) // 2 if is_dict else len(values)
+        if is_dict and target.role and target.items > MAX_KEYS:
+            raise _Refused("too_many_keys")
+        del self.stack[first:]
 
     def put(self, index: int) -> None:
         """Keeps the topmost value in the memo. All picklers number from 0 upwards, one by one."""
         if index != len(self.memo):
-            what = f"keeps a value under number {index:,} where {len(self.memo):,} is next"
-            raise _Refused(UnsafePickleError, what, "The file is damaged or built to exhaust memory.")
+            raise _Refused("numbering")
         slot = self.top(1)
         kind = self.stack[slot]
-        if kind > _SCALAR:
-            if self._fresh_at and self._fresh_at[-1] == slot:
-                if self._fresh_memo[-1]:
-                    raise _damaged("a container kept twice")
-                self._fresh_memo[-1] = index + 1
-            else:
+        if kind == _SCALAR:
+            raise _Refused("keeps_number")
+        if kind > _LONG_TEXT:
+            if self._fresh and self._fresh[-1].slot == slot:
+                if self._fresh[-1].memo:
+                    raise _Refused("kept_twice")
+                self._fresh[-1].memo = index + 1
+            elif kind < _WITH_ROLE:
                 kind |= _FETCHED
         self.memo.append(kind)
 
-    def _holding(self, first: int) -> int:
-        """The kind of a container of the values from slot `first`."""
-        kind = max(self.stack[first:], default=_SCALAR) + 1
-        if kind > MAX_DEPTH + _SCALAR:
-            raise _too_deep()
-        return max(kind, _EMPTY)
+    def _role_here(self, is_dict: bool) -> Role:
+        """The role of a container made on top of the stack: by what it will be an item of, as all picklers write."""
+        slot = len(self.stack)
+        if not self._fresh:
+            return (Role.TOP if is_dict else Role.SEGMENTS) if slot == 0 else Role.OTHER
+        last = self._fresh[-1]
+        role = self._role_in_batch(is_dict)
+        if role or last.slot < self.fence:
+            return role
+        # or the only item of the container before it (APPEND, SETITEM)
+        if last.is_dict:
+            if not last.items and slot == last.slot + 2:
+                return _role_under(last.role, self.stack[-1], is_dict)
+        elif slot == last.slot + 1:
+            return _role_in(last.role, is_dict)
+        return Role.OTHER
+
+    def _role_in_batch(self, is_dict: bool) -> Role:
+        """The same, if it is an item of the batch that the last mark begins."""
+        if not self.marks:
+            return Role.OTHER
+        first, fresh = self.marks[-1]
+        if not fresh or self._fresh[fresh - 1].slot != first - 1:
+            return Role.OTHER
+        owner = self._fresh[fresh - 1]
+        if not owner.is_dict:
+            return _role_in(owner.role, is_dict)
+        if (len(self.stack) - first) % 2:
+            return _role_under(owner.role, self.stack[-1], is_dict)
+        return Role.OTHER
+
+    def _drop(self, first: int) -> None:
+        del self.stack[first:]
+        while self._fresh and self._fresh[-1].slot >= first:
+            self._fresh.pop()
+
+    def _holding(self, first: int, is_dict: bool) -> int:
+        """The kind of a container without a role of the values from slot `first`."""
+        highest = max(self.stack[first:], default=_SCALAR)
+        if highest >= _WITH_ROLE:
+            raise _Refused("misplaced")
+        height = 1 + max(0, (highest - _FLAT) // 2)
+        if height > MAX_DEPTH:
+            raise _Refused("too_deep")
+        return _FLAT + 2 * height + is_dict
 
     def _check_keys(self, first: int) -> None:
         keys = self.stack[first::2]
-        if keys.count(_KEY) != len(keys):
-            raise _Refused(NotASnapshotError, "holds a dict whose keys are not short strings", _HOW_TO_WRITE)
+        if max(keys, default=0) > _LAST_WORD:
+            raise _Refused("bad_key")
         if (len(self.stack) - first) % 2:
-            raise _damaged("a key without its value")
+            raise _Refused("no_value")
 
     def _weigh(self, weight: int) -> None:
-        self._weight_left -= weight
-        if self._weight_left < 0:
-            hint = "No snapshot is written so; it would fill the memory."
-            raise _Refused(UnsafePickleError, "holds more lists and dicts than a file of its length should", hint)
+        self._weight += weight
+        if self._weight > FREE_WEIGHT + self.at // 4 * 3:
+            raise _Refused("too_heavy")
+
+
+def _role_in(parent: Role, is_dict: bool) -> Role:
+    """The role of an item of a list."""
+    expected = ITEMS.get(parent)
+    return expected[1] if expected is not None and expected[0] == is_dict else Role.OTHER
+
+
+def _role_under(parent: Role, key: int, is_dict: bool) -> Role:
+    """The role of a value in a dict; `key` is the kind of its key."""
+    if parent == Role.SETTINGS and is_dict and key <= _LAST_WORD:
+        return Role.TABLE
+    if 1 <= key <= _LAST_WORD:
+        expected = BY_KEY.get((parent, _WORDS[key - 1]))
+        if expected is not None and expected[0] == is_dict:
+            return expected[1]
+    return Role.OTHER
+
+
+def _check_values(role: Role, values: bytes) -> None:
+    """Refuses containers that stand in a dict with a role under another key than where they belong."""
+    for key, kind in zip(values[::2], values[1::2], strict=True):
+        wanted = _role_under(role, key, False) or _role_under(role, key, True)
+        if kind >= _WITH_ROLE:
+            # an empty dict of settings can be taken for the home of the table that follows it
+            if kind - _WITH_ROLE != wanted and not (kind - _WITH_ROLE == Role.TABLE and not wanted):
+                raise _Refused("misplaced")
+        elif kind > _LONG_TEXT and wanted and (wanted != Role.TABLE or kind % 2):
+            raise _Refused("shared")
 
 
 def _walk(data: bytes, whole: bool) -> None:
     check_header(data)
     size = len(data)
-    values = _Values(_FREE_WEIGHT + size * 3 // 4 if whole else 1 << 62)
+    values = _Values()
     stack, memo = values.stack, values.memo
     push = stack.append
     fetch_width, fixed_width, uint32 = _FETCH_WIDTH, _FIXED_WIDTH, _uint32
-    text_at = text_before_at = 0
+    texts = (0, 0), (0, 0)
+    frame_end = 0
     at = 2
     # One chain of comparisons, the most frequent first: at 2 million opcodes even a call each would be too much.
     # Reading past the end raises IndexError or struct.error; lengths need no check of their own.
@@ -268,12 +318,16 @@ def _walk(data: bytes, whole: bool) -> None:
             opcode = data[at]
             if width := fetch_width[opcode]:
                 index = data[at + 1] if width == 2 else uint32(data, at + 1)[0]
+                if index >= len(memo):
+                    raise _Refused("not_kept")
                 kind = memo[index]
-                if kind > _SCALAR:
-                    if kind < _FETCHED:
-                        memo[index] = kind | _FETCHED
-                    else:
+                if kind > _LONG_TEXT:
+                    if kind >= _FETCHED:
                         kind -= _FETCHED
+                    elif kind >= _WITH_ROLE:
+                        raise _Refused("shared")
+                    else:
+                        memo[index] = kind | _FETCHED
                 push(kind)
                 at += width
             elif width := fixed_width[opcode]:
@@ -288,86 +342,66 @@ def _walk(data: bytes, whole: bool) -> None:
             elif opcode == _MARK:
                 values.mark()
                 at += 1
-            elif opcode == _EMPTY_DICT:
-                values.make(True)
+            elif opcode in _CONTAINERS:
+                values.at = at
+                _CONTAINERS[opcode](values)
                 at += 1
-            elif opcode == _SETITEMS:
-                values.fill(values.unmark(), True)
-                at += 1
-            elif opcode == _EMPTY_LIST:
-                values.make(False)
-                at += 1
-            elif opcode == _APPENDS:
-                values.fill(values.unmark(), False)
-                at += 1
-            elif opcode == _SHORT_BINUNICODE:
-                text_before_at, text_at = text_at, at
-                at += 2 + data[at + 1]
-                push(_KEY)
+            elif opcode in _TEXTS:
+                start, end = _text_span(data, at)
+                texts = texts[1], (start, end)
+                push(_text_kind(data, start, end))
+                at = end
             elif opcode == _BINPUT:
                 values.put(data[at + 1])
                 at += 2
             elif opcode == _LONG_BINPUT:
                 values.put(uint32(data, at + 1)[0])
                 at += 5
-            elif opcode in (_BINUNICODE, _BINUNICODE8):
-                text_before_at, text_at = text_at, at
-                start, end = _text_span(data, at)
-                push(_KEY if end - start <= MAX_KEY_BYTES else _SCALAR)
-                at = end
-            elif opcode == _APPEND:
-                values.fill(values.top(1), False)
-                at += 1
-            elif opcode == _SETITEM:
-                values.fill(values.top(2), True)
-                at += 1
-            elif _TUPLE1 <= opcode <= _TUPLE3:
-                values.make_tuple(values.top(opcode - _TUPLE1 + 1))
-                at += 1
             elif opcode == _FRAME:
-                length = _uint64(data, at + 1)[0]
+                frame_end = max(frame_end, at + 9 + _uint64(data, at + 1)[0])
                 at += 9
-                if whole and at + length > size:
-                    at = size
-                    raise IndexError
             elif opcode == _STOP:
-                values.top(1)
+                if values.marks or not stack:
+                    raise _Refused("not_there")
+                if len(stack) > 1:
+                    raise _Refused("left_over")
+                if frame_end > at + 1:
+                    raise IndexError
                 return
-            elif opcode == _EMPTY_TUPLE:
-                push(_EMPTY)
-                at += 1
-            elif opcode == _TUPLE:
-                values.make_tuple(values.unmark())
-                at += 1
-            elif opcode in (_LIST, _DICT):
-                values.make_filled(values.unmark(), opcode == _DICT)
-                at += 1
             elif opcode == _LONG4:
                 at += 5 + _integer_length(_int32(data, at + 1)[0])
                 push(_SCALAR)
-            elif opcode == _POP:
-                values.pop()
-                at += 1
-            elif opcode == _POP_MARK:
-                values.drop(values.unmark())
-                at += 1
             else:
-                _refuse_opcode(data, at, text_before_at, text_at)
+                named = None if texts[0] == texts[1] else _named(data, texts)
+                raise opcode_refusal(at, data[at : at + 400], named)
     except (IndexError, struct.error):
-        if at < size and 0 < fetch_width[data[at]] <= size - at:
-            message = f"the pickle is damaged: at byte {at:,} it fetches a value that was never kept"
-            raise TruncatedError(message, hint=_COPY_AGAIN) from None
         if whole:
-            raise TruncatedError(f"the pickle is cut off: {size:,} bytes and no end", hint=_COPY_AGAIN) from None
+            raise cut_off(size) from None
     except _Refused as refused:
-        raise refused.error(f"at byte {at:,} the pickle {refused.what}", hint=refused.hint) from None
+        raise refusal(str(refused), at) from None
+
+
+_CONTAINERS: dict[int, Callable[[_Values], None]] = {
+    _EMPTY_DICT: lambda values: values.make(True),
+    _SETITEMS: lambda values: values.fill(values.unmark(), True),
+    _EMPTY_LIST: lambda values: values.make(False),
+    _APPENDS: lambda values: values.fill(values.unmark(), False),
+    _APPEND: lambda values: values.fill(values.top(1), False),
+    _SETITEM: lambda values: values.fill(values.top(2), True),
+    _EMPTY_TUPLE: lambda values: values.stack.append(_FLAT + 2),
+    _TUPLE1: lambda values: values.make_tuple(values.top(1)),
+    _TUPLE2: lambda values: values.make_tuple(values.top(2)),
+    _TUPLE3: lambda values: values.make_tuple(values.top(3)),
+    _TUPLE: lambda values: values.make_tuple(values.unmark()),
+}
+_TEXTS = frozenset({_SHORT_BINUNICODE, _BINUNICODE, _BINUNICODE8})
 
 
 def _integer_length(length: int) -> int:
     if length > MAX_INTEGER_BYTES:
-        raise _Refused(NotASnapshotError, f"holds an integer of {length:,} bytes", _HOW_TO_WRITE)
+        raise _Refused("long_integer")
     if length < 0:
-        raise _damaged("an integer of negative length")
+        raise _Refused("negative_length")
     return length
 
 
@@ -381,52 +415,15 @@ def _text_span(data: bytes, at: int) -> tuple[int, int]:
     return at + 9, at + 9 + int(_uint64(data, at + 1)[0])
 
 
-def _damaged(what: str) -> _Refused:
-    return _Refused(TruncatedError, f"is damaged: it has {what}", _COPY_AGAIN)
+def _text_kind(data: bytes, start: int, end: int) -> int:
+    if end - start > MAX_TEXT_BYTES:
+        raise _Refused("long_text")
+    if end - start > MAX_KEY_BYTES:
+        return _LONG_TEXT
+    return _WORD_KINDS.get(data[start:end], 0)
 
 
-def _too_deep() -> _Refused:
-    return _Refused(NotASnapshotError, f"nests more than {MAX_DEPTH} lists and dicts", _HOW_TO_WRITE)
-
-
-def _refuse_opcode(data: bytes, at: int, text_before_at: int, text_at: int) -> NoReturn:
-    opcode = data[at]
-    if opcode in _RUNS_CODE:
-        name = ""
-        if opcode == _GLOBAL:
-            name = _named_by_lines(data, at + 1)
-        elif opcode == _STACK_GLOBAL:
-            name = _named_by_texts(data, at, text_before_at, text_at)
-        wish = f"import {name}" if name else _RUNS_CODE[opcode]
-        raise _Refused(UnsafePickleError, f"asks to {wish}", _NOTHING_RUN)
-    if opcode in _ANOTHER_PICKLE:
-        what = f"holds {_ANOTHER_PICKLE[opcode]}, as no snapshot does: it is another pickle"
-        raise _Refused(NotASnapshotError, what, _HOW_TO_WRITE)
-    if at == 2:
-        raise _Refused(NotAPickleError, f"has {data[at : at + 1]!r}, which is no pickle operation", _HOW_TO_WRITE)
-    raise _damaged(f"{data[at : at + 1]!r}, which means nothing in a snapshot")
-
-
-def import_name(module: str, name: str) -> str:
-    """`module.name` of something a pickle asks for, safe to show and short."""
-    return ascii(f"{module}.{name}"[:200])
-
-
-def _named_by_lines(data: bytes, start: int) -> str:
-    """What GLOBAL names: two lines after the opcode."""
-    lines = data[start : start + 400].split(b"\n", 2)
-    if len(lines) < 3:
-        return ""
-    return import_name(lines[0].decode("utf-8", "replace"), lines[1].decode("utf-8", "replace"))
-
-
-def _named_by_texts(data: bytes, at: int, module_at: int, name_at: int) -> str:
-    """What STACK_GLOBAL names, if the two strings (each perhaps memoized) stand right before it."""
-    if not module_at:
-        return ""
-    module_start, module_end = _text_span(data, module_at)
-    name_start, name_end = _text_span(data, name_at)
-    if not (0 <= name_at - module_end <= 1 and 0 <= at - name_end <= 1):
-        return ""
-    module, name = data[module_start:module_end], data[name_start:name_end]
-    return import_name(module[:200].decode("utf-8", "replace"), name[:200].decode("utf-8", "replace"))
+def _named(data: bytes, texts: tuple[tuple[int, int], tuple[int, int]]) -> tuple[str, str]:
+    """The last two texts before an opcode: what STACK_GLOBAL names, when a pickler wrote it."""
+    module, name = (data[start:end][:200].decode("utf-8", "replace") for start, end in texts)
+    return module, name

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from memtrace.errors import NotASnapshotError
 from memtrace.io.columns import check_dicts, check_integer, check_list, check_sum, integers
 from memtrace.io.events import Vocabulary
-from memtrace.io.intern import Interner
+from memtrace.io.intern import StackIds
 from memtrace.model import Blocks, BlockState, Segments
-from memtrace.model.stacks import NOT_RECORDED
 from memtrace.model.state import REQUEST_UNKNOWN
 
 _STATES = {
@@ -43,7 +42,7 @@ class State:
     totals_agree: bool
 
 
-def parse_state(raw: list[object], interner: Interner, words: Vocabulary) -> State:
+def parse_state(raw: list[object], interner: StackIds, words: Vocabulary) -> State:
     """All devices' segments, sorted by device and address. Raises NotASnapshotError for overlaps and wrong kinds."""
     check_dicts(raw, "segment")
     rows: list[dict[str, object]] = raw  # type: ignore[assignment]
@@ -97,7 +96,7 @@ def _parse_blocks(
     flat: list[dict[str, object]],
     segment_address: NDArray[np.int64],
     first_block: NDArray[np.int64],
-    interner: Interner,
+    interner: StackIds,
 ) -> Blocks:
     where = "block"
     size = integers([block.get("size") for block in flat], "size", where)
@@ -112,11 +111,11 @@ def _parse_blocks(
             raise NotASnapshotError(f"block {index}: unknown state {_name(name)}")
         state[index] = code
     history = [_newest(block.get("history"), index) for index, block in enumerate(flat)]
-    stack = interner.stacks([_frames(block, past) for block, past in zip(flat, history, strict=True)], where)
-    for index, past in enumerate(history):
-        if past is not None and past.get("cpp_frames") is not None:
-            stack[index] = interner.with_cpp(int(stack[index]), past["cpp_frames"], f"{where} {index}")
-    stack[state == BlockState.INACTIVE] = NOT_RECORDED
+    in_use = (state != BlockState.INACTIVE).tolist()
+    frames = [_frames(block, past) if used else None for block, past, used in zip(flat, history, in_use, strict=True)]
+    cpp_frames = [past.get("cpp_frames") if past and used else None for past, used in zip(history, in_use, strict=True)]
+    has_cpp = any(names is not None for names in cpp_frames)
+    stack = interner.stacks(frames, where, cpp_frames if has_cpp else None)
     return Blocks(
         address=_block_addresses(flat, size, segment_address, first_block).astype(np.uint64),
         size=size,

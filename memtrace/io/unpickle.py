@@ -23,7 +23,8 @@ from memtrace.errors import (
     UnreadableError,
     UnsafePickleError,
 )
-from memtrace.io.scan import SCAN_LIMIT, import_name, scan, scan_start
+from memtrace.io.refusal import COPY_AGAIN, NOTHING_RUN, import_name
+from memtrace.io.scan import SCAN_LIMIT, scan, scan_start
 from memtrace.units import KiB
 
 if TYPE_CHECKING:
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
 _START_BYTES = 64 * KiB  # of a pickle too large to walk: a few per cent of the time that loading it takes
 _BUFFER_BYTES = 128 * KiB
-
-_COPY_AGAIN = "Copy the file again from where it was made, or record anew: its writer may have been killed."
-_NOTHING_RUN = "Nothing was run. Do not open this file with pickle.load: torch's snapshots hold plain data only."
 
 
 def load_snapshot_object(stream: io.BufferedReader) -> object:
@@ -44,7 +42,7 @@ def load_snapshot_object(stream: io.BufferedReader) -> object:
     try:
         head = stream.read(SCAN_LIMIT + 1)
     except OSError as error:
-        raise UnreadableError(f"reading failed: {error.strerror or error}", hint=_COPY_AGAIN) from error
+        raise UnreadableError(f"reading failed: {error.strerror or error}", hint=COPY_AGAIN) from error
     if len(head) <= SCAN_LIMIT:
         scan(head)
         return _load(io.BytesIO(head))
@@ -77,10 +75,10 @@ class _PlainData(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         message = f"the pickle asks to import {import_name(str(module_name), str(global_name))}"
-        raise UnsafePickleError(message, hint=_NOTHING_RUN)
+        raise UnsafePickleError(message, hint=NOTHING_RUN)
 
     def persistent_load(self, pid: object, /) -> NoReturn:
-        raise UnsafePickleError("the pickle asks to resolve a persistent id", hint=_NOTHING_RUN)
+        raise UnsafePickleError("the pickle asks to resolve a persistent id", hint=NOTHING_RUN)
 
 
 def _load(raw: io.RawIOBase | io.BytesIO) -> object:
@@ -92,19 +90,19 @@ def _load(raw: io.RawIOBase | io.BytesIO) -> object:
     except SourceError:
         raise
     except EOFError:
-        raise TruncatedError("the pickle is cut off before its end", hint=_COPY_AGAIN) from None
+        raise TruncatedError("the pickle is cut off before its end", hint=COPY_AGAIN) from None
     except MemoryError:
         message = "loading the pickle needs more memory than there is"
         raise TooLargeError(message, hint="The file is damaged, built to do that, or needs a larger machine.") from None
     except OSError as error:
-        raise UnreadableError(f"reading failed: {error.strerror or error}", hint=_COPY_AGAIN) from error
+        raise UnreadableError(f"reading failed: {error.strerror or error}", hint=COPY_AGAIN) from error
     except (TypeError, AttributeError) as error:
         message = f"the pickle combines values as no snapshot does ({error})"
-        raise NotASnapshotError(message, hint=_COPY_AGAIN) from None
+        raise NotASnapshotError(message, hint=COPY_AGAIN) from None
     except (pickle.UnpicklingError, ValueError, LookupError, ArithmeticError, RecursionError, SystemError) as error:
         cut_off = "truncated" in str(error)
         message = "the pickle is cut off before its end" if cut_off else f"the pickle is damaged ({error})"
-        raise TruncatedError(message, hint=_COPY_AGAIN) from None
+        raise TruncatedError(message, hint=COPY_AGAIN) from None
 
 
 _pause_lock = threading.Lock()

@@ -1,7 +1,9 @@
-"""scan(): which pickles are harmless, which are not, and what is said about the others."""
+"""Which pickles are harmless, which are not, and what is said about the others: by the walk in Python, and natively."""
 
 from __future__ import annotations
 
+import copy
+import io
 import pickle
 import pickletools
 import struct
@@ -11,13 +13,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrace.errors import NotAPickleError, NotASnapshotError, SourceError, TruncatedError, UnsafePickleError
-from memtrace.io.scan import MAX_DEPTH, scan, scan_start
+from memtrace.io.read import NATIVE
+from memtrace.io.roles import MAX_DEPTH
+from memtrace.io.scan import scan as scan_in_python
+from memtrace.io.scan import scan_start
+
+
+def scan(data: bytes | memoryview) -> None:
+    """Both walks; what one refuses the other refuses, with the same error."""
+    native, python = refusal_of(natively, bytes(data)), refusal_of(scan_in_python, bytes(data))
+    if NATIVE:
+        assert type(native) is type(python), (native, python)
+        if native is not None and "more values" not in native.message:
+            assert native.message == python.message, "in the same words, at the same byte"
+    if python is not None:
+        raise python
+
+
+def natively(data: bytes) -> None:
+    if NATIVE:
+        from memtrace.io.native import walked
+
+        walked(io.BufferedReader(io.BytesIO(data)))
+
+
+def refusal_of(walk, data: bytes) -> SourceError | None:
+    try:
+        walk(data)
+    except SourceError as error:
+        return error
+    return None
+
 
 FRAMES = [{"filename": "train.py", "line": 7, "name": "step"}, {"filename": "ünïcode.py", "line": 0, "name": ""}]
 EVENT = {"action": "alloc", "addr": 0x7F00_0000_0000, "size": 512, "stream": 0, "frames": FRAMES}
 SNAPSHOT = {
     "segments": [{"address": 2**63, "segment_pool_id": (0, 1), "is_expandable": False, "frames": FRAMES, "blocks": []}],
-    "device_traces": [[EVENT, {**EVENT, "addr": -1}], []],
+    "device_traces": [[EVENT, {**EVENT, "addr": 1}], []],
     "allocator_settings": {"garbage_collection_threshold": 0.5, "roundup": {}, "name": None, "pinned": True},
 }
 
@@ -39,12 +71,17 @@ def test_accepts_what_torch_writes(protocol, optimize):
 @settings(max_examples=200, deadline=None)
 @given(value=snapshot_shaped, protocol=st.integers(2, 5))
 def test_accepts_any_plain_data_with_string_keys(value, protocol):
-    scan(pickle.dumps(value, protocol))
+    scan(pickle.dumps({"segments": [], "anything": value}, protocol))
+    scan(pickle.dumps({"anything": value}, protocol))
 
 
 def test_accepts_lists_longer_than_one_batch_and_shared_stacks():
     frames = [dict(FRAMES[0]) for _ in range(30)]
-    scan(pickle.dumps({"device_traces": [[{"action": "alloc", "addr": i, "frames": frames} for i in range(5000)]]}, 4))
+    scan(
+        pickle.dumps(
+            {"device_traces": [[{"action": "alloc", "addr": i, "size": 1, "frames": frames} for i in range(5000)]]}, 4
+        )
+    )
 
 
 def test_accepts_containers_kept_only_when_complete_as_torchscript_does():
@@ -79,7 +116,7 @@ class Runs:
         (pickle.dumps(Runs(), 4), "'builtins.print'"),
         (pickle.dumps(Runs(), 2), "'__builtin__.print'"),
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "'os.system'"),
-        (b"\x80\x04\x8c\x02os\x94h\x00h\x00\x93.", "by name"),
+        (b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94h\x00h\x01\x93.", "'os.system'"),
         (b"\x80\x02c\x1b]52;c;AA\x07\nx\n.", r"\x1b"),
         (b"\x80\x02(cos\nsystem\no.", "'os.system'"),
         (b"\x80\x02(ios\nsystem\n.", "INST"),
@@ -126,13 +163,15 @@ def test_says_where_the_refused_operation_is():
 )
 def test_another_pickle_is_no_snapshot(value):
     with pytest.raises(NotASnapshotError):
-        scan(pickle.dumps([value], 5))
+        scan(pickle.dumps({"anything": [value]}, 5))
 
 
 @pytest.mark.parametrize(
-    "data", [b"\x80\x02I1\n.", b"\x80\x02L1L\n.", b"\x80\x02F1.0\n.", b"\x80\x02S'a'\n.", b"\x80\x02U\x01a."]
+    "data",
+    [b"\x80\x02I1\n.", b"\x80\x02L1L\n.", b"\x80\x02F1.0\n.", b"\x80\x02S'a'\n.", b"\x80\x02U\x01a."]
+    + [b"\x80\x02(l.", b"\x80\x02(d.", b"\x80\x020.", b"\x80\x021."],
 )
-def test_protocol_0_operations_are_no_snapshot(data):
+def test_operations_that_no_snapshot_has_are_refused(data):
     with pytest.raises(NotASnapshotError):
         scan(data)
 
@@ -171,8 +210,7 @@ def test_every_cut_is_seen(protocol):
         b"\x80\x02(N\x86.",
         b"\x80\x02N(N\x86.",  # one of the two is below the mark
         b"\x80\x02N(.",
-        b"\x80\x020.",
-        b"\x80\x021.",
+        b"\x80\x02NN.",  # two values at the end
         b"\x80\x02h\x00.",  # never kept
         b"\x80\x02]q\x00h\x01.",
         b"\x80\x02j\xff\xff\xff\xff.",
@@ -182,8 +220,7 @@ def test_every_cut_is_seen(protocol):
         b"\x80\x02]q\x00q\x01.",
         b"\x80\x04\x95" + struct.pack("<Q", 100) + b"N.",
         b"\x80\x04\x95" + struct.pack("<Q", 2**63) + b"N.",
-        b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"a.",
-        b"\x80\x04X\xff\xff\xff\xffa.",
+        b"\x80\x04\x95" + struct.pack("<Q", 3) + b"N.",  # a frame that goes on behind the end
     ],
 )
 def test_damage_is_seen(data):
@@ -191,25 +228,95 @@ def test_damage_is_seen(data):
         scan(data)
 
 
-@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x7f", b"r\x00\x00\x01\x00", b"q\x01", b"Nq\x00q\x00"])
-def test_memo_numbers_must_be_the_next_one(put):
-    with pytest.raises(UnsafePickleError):
-        scan(b"\x80\x04N" + put + b".")
+@pytest.mark.parametrize("data", [b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"a.", b"\x80\x04X\xff\xff\xff\xffa."])
+def test_texts_longer_than_any_of_torch_are_refused(data):
+    with pytest.raises(NotASnapshotError, match="text"):
+        scan(data)
 
 
-def itself():
-    cycle: list = []
-    cycle.append({"a": [cycle]})
-    return cycle
+@pytest.mark.parametrize("value", [b"N", b"K\x07", b"\x8a\x00", b"G12345678", b"\x88"])
+def test_numbers_are_not_kept(value):
+    with pytest.raises(NotASnapshotError, match="keeps"):
+        scan(b"\x80\x04" + value + b"\x94.")
+
+
+def shared(top):
+    """Of the dicts and lists of a snapshot, one that stands in two places."""
+    data = copy.deepcopy(SNAPSHOT)
+    top(data)
+    return pickle.dumps(data)
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        lambda data: data["device_traces"][0].append(data["device_traces"][0][0]),
+        lambda data: data["device_traces"].append(data["device_traces"][0]),
+        lambda data: data["segments"].append(data["segments"][0]),
+        lambda data: data["device_traces"][1].append(data["segments"][0]),
+        lambda data: data["segments"][0]["frames"].append(data["device_traces"][0][0]),
+        lambda data: data["segments"][0].update(frames=data["segments"][0]["blocks"]),
+        lambda data: data.update(anything=data["segments"]),
+        lambda data: data.update(external_annotations=data["segments"][0]["frames"]),
+        lambda data: data["segments"][0].update(blocks=data["segments"][0]["frames"]),
+        lambda data: data["allocator_settings"].update(table=data["segments"][0]["frames"][0]),
+    ],
+)
+def test_what_torch_writes_once_stands_in_one_place(top):
+    with pytest.raises(NotASnapshotError):
+        scan(shared(top))
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        lambda data: data["segments"][0].update(more=data["segments"][0]["frames"]),
+        lambda data: data["device_traces"][0][0].update(freed_frames=list(FRAMES), frames=FRAMES),
+        lambda data: data["device_traces"][0][1].update(frames=data["device_traces"][0][0]["frames"]),
+        lambda data: data.update(anything=[FRAMES, FRAMES[0], (0, 1)]),
+    ],
+)
+def test_stacks_and_frames_may_stand_anywhere(top):
+    scan(shared(top))
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        b"\x80\x04]\x94h\x00a.",
-        b"\x80\x04]\x94(h\x00e.",
-        b"\x80\x04}\x94\x8c\x01ah\x00s.",
-        b"\x80\x04]\x94(]\x94]\x94h\x01aae.",  # the second holds the first, then the first the second
+        {"allocator_settings": {}, "later": {}, "segments": []},
+        {"allocator_settings": {"only": {"table": 1}}, "segments": []},
+        {"unknown": {}, "segments": [], "later": {"anything": []}},
+        {"device_traces": [[], [EVENT], []]},
+        {"segments": [{"blocks": [{"size": 1}]}]},
+        {"segments": [{"blocks": [{"history": [{"addr": 1}]}]}]},
+        [{"blocks": []}],
+        [],
+    ],
+)
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_short_dicts_and_lists_are_told_apart(data, protocol):
+    scan(pickle.dumps(data, protocol))
+
+
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x7f", b"r\x00\x00\x01\x00", b"q\x01", b"q\x00Nq\x00"])
+def test_memo_numbers_must_be_the_next_one(put):
+    with pytest.raises(UnsafePickleError):
+        scan(b"\x80\x04)" + put + b".")
+
+
+def itself():
+    cycle: list = []
+    cycle.append({"a": [cycle]})
+    return {"anything": cycle}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04}\x8c\x01x]\x94h\x00as.",
+        b"\x80\x04}\x8c\x01x]\x94(h\x00es.",
+        b"\x80\x04}\x8c\x01x}\x94\x8c\x01ah\x00ss.",
+        b"\x80\x04}\x8c\x01x]\x94(]\x94]\x94h\x01aaes.",  # the second holds the first, then the first the second
         pickle.dumps(itself(), 2),
         pickle.dumps(itself(), 4),
     ],
@@ -226,35 +333,42 @@ def nested(depth, value=None):
 
 
 def test_depth_is_limited_exactly():
-    scan(pickle.dumps(nested(MAX_DEPTH)))
+    scan(pickle.dumps({"anything": nested(MAX_DEPTH)}))
     with pytest.raises(NotASnapshotError, match="nests"):
-        scan(pickle.dumps(nested(MAX_DEPTH + 1)))
+        scan(pickle.dumps({"anything": nested(MAX_DEPTH + 1)}))
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        b"\x80\x04" + b"]" * 1000 + b"a" * 999 + b".",
-        b"\x80\x04" + b"](" * 1000 + b"e" * 1000 + b".",
-        b"\x80\x04" + b"(" * 1000 + b"l" * 1000 + b".",
+        b"\x80\x04N" + b"]" * 1000 + b"a" * 999 + b".",
+        b"\x80\x04N" + b"](" * 1000 + b"e" * 1000 + b".",
+        b"\x80\x04" + b"(" * 1000 + b"t" * 1000 + b".",
         b"\x80\x04N" + b"\x85" * 1000 + b".",
         b"\x80\x04)" + b"\x85" * 1000 + b".",
-        b"\x80\x02]q\x00"
+        b"\x80\x02N]q\x00"
         + b"".join(b"]r%bj%ba" % (struct.pack("<I", i), struct.pack("<I", i - 1)) for i in range(1, 1000))
         + b".",
     ],
-    ids=["appended", "marks", "lists", "tuples", "empty", "through the memo"],
+    ids=["appended", "marks", "marked tuples", "tuples", "empty", "through the memo"],
 )
 def test_depth_is_limited_however_it_is_made(data):
     with pytest.raises(NotASnapshotError, match="nests"):
         scan(data)
 
 
-@pytest.mark.parametrize("unit", [b"]", b"}", b"N\x85", b"]Na", b"(d", b"]0"])
+@pytest.mark.parametrize("unit", [b"]", b"}", b"N\x85", b"]Na"])
 def test_no_more_containers_than_a_file_of_that_length_should_hold(unit):
-    scan(b"\x80\x04" + unit * 1000 + b"N.")
+    with pytest.raises(TruncatedError, match="more than one value"):
+        scan(b"\x80\x04N" + unit * 1000 + b"N.")
     with pytest.raises(UnsafePickleError, match="more lists and dicts"):
-        scan(b"\x80\x04" + unit * 1_000_000 + b"N.")
+        scan(b"\x80\x04N" + unit * 1_000_000 + b"N.")
+
+
+@pytest.mark.parametrize("unit", [b"N", b"K\x07", b"h\x00"])
+def test_no_more_values_at_once_than_a_file_of_that_length_should_hold(unit):
+    with pytest.raises(UnsafePickleError, match="more values"):
+        scan(b"\x80\x04}\x8c\x01a\x94](" + unit * 2_000_000 + b"es.")
 
 
 def test_the_densest_plausible_snapshot_is_accepted():
@@ -274,16 +388,8 @@ def test_the_start_of_a_longer_pickle_need_not_end():
         scan_start(b"\x80\x04Nr\xff\xff\xff\x7f" + b"N" * 100)
 
 
-def refusal(data: bytes) -> SourceError | None:
-    try:
-        scan(data)
-    except SourceError as error:
-        return error
-    return None
-
-
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(data=st.binary(max_size=200), protocol=st.integers(2, 5))
 def test_never_raises_anything_else(data, protocol):
-    error = refusal(b"\x80" + bytes([protocol]) + data)
+    error = refusal_of(scan_in_python, b"\x80" + bytes([protocol]) + data)
     assert error is None or error.hint

@@ -1,0 +1,298 @@
+"""Events: from the items of a dict to a row of the columns."""
+
+cdef enum:
+    HAS_ACTION = 1
+    HAS_ADDR = 2
+    HAS_SIZE = 4
+    HAS_TIME = 8
+
+cdef enum:
+    SEGMENT_UNMAP = 6
+    OOM = 7
+    KNOWN_ACTIONS = 10
+    MAX_ACTIONS = 255
+
+cdef extern from *:
+    """
+    #define MEMTRACE_LIMIT ((uint64_t)1 << 63)
+    #define MEMTRACE_SUM_LIMIT ((uint64_t)1 << 62)
+    """
+    uint64_t LIMIT "MEMTRACE_LIMIT"
+    uint64_t SUM_LIMIT "MEMTRACE_SUM_LIMIT"
+
+
+cdef bint grow_rows(Machine* m) noexcept nogil:
+    cdef size_t room = m.rows_capacity * 2 if m.rows_capacity else 4096
+    cdef size_t held
+    # each column has `held` as its own capacity: they grow together
+    held = m.rows_capacity
+    if not grow(<void**>&m.action, &held, room, 1):
+        return False
+    held = m.rows_capacity
+    if not grow(<void**>&m.mask, &held, room, 1):
+        return False
+    held = m.rows_capacity
+    if not grow(<void**>&m.addr, &held, room, 8):
+        return False
+    held = m.rows_capacity
+    if not grow(<void**>&m.size, &held, room, 8):
+        return False
+    held = m.rows_capacity
+    if not grow(<void**>&m.stream, &held, room, 8):
+        return False
+    held = m.rows_capacity
+    if not grow(<void**>&m.stack_id, &held, room, 4):
+        return False
+    held = m.rows_capacity
+    if m.has_time and not grow(<void**>&m.time, &held, room, 8):
+        return False
+    held = m.rows_capacity
+    if m.has_pool and not grow(<void**>&m.pool, &held, room, 4):
+        return False
+    held = m.rows_capacity
+    if m.has_context and not grow(<void**>&m.context, &held, room, 4):
+        return False
+    held = m.rows_capacity
+    if m.has_metadata and not grow(<void**>&m.metadata, &held, room, 4):
+        return False
+    m.rows_capacity = room
+    return True
+
+
+cdef bint add_column(Machine* m, void** column, size_t width, int fill_byte) noexcept nogil:
+    """A column that nothing was written to so far: every row has the empty value."""
+    column[0] = PyMem_RawMalloc(m.rows_capacity * width)
+    if column[0] == NULL:
+        return fail(m, NO_MEMORY)
+    memset(column[0], fill_byte, m.rows * width)
+    return True
+
+
+cdef bint start_trace(Machine* m) noexcept nogil:
+    cdef TraceRange* trace
+    if m.trace_count >= MAX_DEVICES:
+        return fail(m, TOO_MANY_DEVICES)
+    if not grow(<void**>&m.traces, &m.traces_capacity, m.trace_count + 1, sizeof(TraceRange)):
+        return fail(m, NO_MEMORY)
+    trace = &m.traces[m.trace_count]
+    memset(trace, 0, sizeof(TraceRange))
+    trace.start = m.rows
+    trace.end = m.rows
+    m.trace_count += 1
+    return True
+
+
+cdef inline bint start_row(Machine* m) noexcept nogil:
+    """A row with nothing in it."""
+    cdef uint64_t row = m.rows
+    if row >= m.rows_capacity and not grow_rows(m):
+        return fail(m, NO_MEMORY)
+    m.mask[row] = 0
+    m.addr[row] = 0
+    m.size[row] = 0
+    m.stream[row] = 0
+    m.stack_id[row] = -1
+    if m.has_pool:
+        m.pool[row] = -1
+    if m.has_context:
+        m.context[row] = -1
+    if m.has_metadata:
+        m.metadata[row] = -1
+    m.rows = row + 1
+    return True
+
+
+cdef bint start_event(Machine* m, Fresh* fresh) noexcept nogil:
+    fresh.row = m.rows
+    return start_row(m)
+
+
+cdef bint bad_event(Machine* m, uint64_t row, int word) noexcept nogil:
+    m.failed_row = row
+    m.failed_word = word
+    return fail(m, BAD_EVENT)
+
+
+cdef bint fill_event(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
+    cdef uint64_t slot
+    target.count += <uint32_t>((m.height - first) // 2)
+    if target.count > MAX_KEYS:
+        return fail(m, TOO_MANY_KEYS)
+    for slot in range(first, m.height, 2):
+        if not set_item(m, target.row, <uint32_t>m.stack[slot].value, &m.stack[slot + 1]):
+            return False
+    return True
+
+
+cdef inline bint set_item(Machine* m, uint64_t row, uint32_t key, const Cell* value) noexcept nogil:
+    """One item of an event. What is wrong in the file is BAD_EVENT; what nobody reads is let through."""
+    if key >= m.key_seen_capacity and not see_key(m, key):
+        return False
+    m.key_seen[key] = 1
+    if key == W_ADDR:
+        if value.tag != INTEGER or <int64_t>value.value < 0:
+            return bad_event(m, row, key)
+        m.addr[row] = value.value
+        m.mask[row] |= HAS_ADDR
+    elif key == W_SIZE:
+        if value.tag != INTEGER or <int64_t>value.value < 0:
+            return bad_event(m, row, key)
+        m.size[row] = <int64_t>value.value
+        m.mask[row] |= HAS_SIZE
+    elif key == W_STREAM:
+        if value.tag != INTEGER or <int64_t>value.value < 0:
+            return bad_event(m, row, key)
+        m.stream[row] = value.value
+    elif key == W_TIME:
+        return set_time(m, row, value)
+    elif key == W_FRAMES:
+        if value.tag == STACK:
+            m.stack_id[row] = <int32_t>value.value
+        elif value.tag == NONE:
+            m.stack_id[row] = -1
+        else:
+            return bad_event(m, row, key)
+    elif key == W_ACTION:
+        return set_action(m, row, value)
+    elif key == W_CONTEXT:
+        return set_text(m, row, key, value)
+    elif key == W_METADATA:
+        return set_text(m, row, key, value)
+    elif key == W_POOL:
+        return set_pool(m, row, value)
+    elif key == W_DEVICE_FREE or key == W_CPP:
+        return set_extra(m, row, key, value)
+    elif value.tag >= EVENT:
+        return fail(m, MISPLACED)
+    return True
+
+
+cdef bint see_key(Machine* m, uint32_t key) noexcept nogil:
+    cdef size_t before = m.key_seen_capacity
+    if not grow(<void**>&m.key_seen, &m.key_seen_capacity, <size_t>key + 1, 1):
+        return fail(m, NO_MEMORY)
+    memset(m.key_seen + before, 0, m.key_seen_capacity - before)
+    return True
+
+
+cdef bint set_time(Machine* m, uint64_t row, const Cell* value) noexcept nogil:
+    if value.tag != INTEGER or <int64_t>value.value < 0:
+        return bad_event(m, row, W_TIME)
+    if not m.has_time:
+        if not add_column(m, <void**>&m.time, 8, 0):
+            return False
+        m.has_time = True
+    m.time[row] = <int64_t>value.value
+    m.mask[row] |= HAS_TIME
+    m.traces[m.trace_count - 1].time_seen = True
+    return True
+
+
+cdef bint set_action(Machine* m, uint64_t row, const Cell* value) noexcept nogil:
+    cdef uint32_t index
+    if value.tag != TEXT:
+        return bad_event(m, row, W_ACTION)
+    m.mask[row] |= HAS_ACTION
+    if W_ACTIONS <= value.value < W_ACTIONS + KNOWN_ACTIONS:
+        m.action[row] = <uint8_t>(value.value - W_ACTIONS)
+        return True
+    for index in range(m.action_count):
+        if m.actions[index] == value.value:
+            m.action[row] = <uint8_t>(KNOWN_ACTIONS + index)
+            return True
+    if KNOWN_ACTIONS + m.action_count >= MAX_ACTIONS:
+        return fail(m, TOO_MANY_ACTIONS)
+    if not grow(<void**>&m.actions, &m.actions_capacity, m.action_count + 1, 4):
+        return fail(m, NO_MEMORY)
+    m.actions[m.action_count] = <uint32_t>value.value
+    m.action[row] = <uint8_t>(KNOWN_ACTIONS + m.action_count)
+    m.action_count += 1
+    return True
+
+
+cdef bint set_text(Machine* m, uint64_t row, uint32_t key, const Cell* value) noexcept nogil:
+    """`compile_context` or `user_metadata`; a column is only made when one says something."""
+    cdef bint says = value.tag == TEXT and value.value != W_EMPTY and not (key == W_CONTEXT and value.value == W_NA)
+    if value.tag != TEXT and value.tag != NONE:
+        return bad_event(m, row, key)
+    if key == W_CONTEXT:
+        if not m.has_context:
+            if not says:
+                return True
+            if not add_column(m, <void**>&m.context, 4, 0xFF):
+                return False
+            m.has_context = True
+        m.context[row] = <int32_t>value.value if says else -1
+        return True
+    if not m.has_metadata:
+        if not says:
+            return True
+        if not add_column(m, <void**>&m.metadata, 4, 0xFF):
+            return False
+        m.has_metadata = True
+    m.metadata[row] = <int32_t>value.value if says else -1
+    return True
+
+
+cdef bint set_pool(Machine* m, uint64_t row, const Cell* value) noexcept nogil:
+    if value.tag != PAIR and value.tag != NONE:
+        return bad_event(m, row, W_POOL)
+    m.traces[m.trace_count - 1].pool_seen = True
+    if not m.has_pool:
+        if not add_column(m, <void**>&m.pool, 4, 0xFF):
+            return False
+        m.has_pool = True
+    m.pool[row] = <int32_t>value.value if value.tag == PAIR else -1
+    return True
+
+
+cdef bint set_extra(Machine* m, uint64_t row, uint32_t key, const Cell* value) noexcept nogil:
+    """`device_free` (a number) or `cpp_frames` (a list of texts). The last one of an event counts."""
+    cdef Extra* extra
+    if key == W_CPP:
+        if value.tag == NONE or (value.tag == STACK and value.value == 0):
+            pass
+        elif value.tag != TEXTS:
+            return bad_event(m, row, key)
+    elif value.tag >= EVENT:
+        return fail(m, MISPLACED)
+    if not grow(<void**>&m.extras, &m.extras_capacity, m.extra_count + 1, sizeof(Extra)):
+        return fail(m, NO_MEMORY)
+    extra = &m.extras[m.extra_count]
+    extra.row = row << 1 | (1 if key == W_CPP else 0)
+    extra.cell = value[0]
+    m.extra_count += 1
+    return True
+
+
+cdef bint fill_trace(Machine* m, uint64_t first) noexcept nogil:
+    """Checks the events that go into a trace: each was made there, one after the other."""
+    cdef TraceRange* trace = &m.traces[m.trace_count - 1]
+    cdef uint64_t slot
+    for slot in range(first, m.height):
+        if m.stack[slot].tag != EVENT or m.stack[slot].value != trace.end:
+            return fail(m, MISPLACED)
+        if not end_event(m, trace):
+            return False
+    return True
+
+
+cdef inline bint end_event(Machine* m, TraceRange* trace) noexcept nogil:
+    """The next row of a trace is whole: what an event of its kind must say is there."""
+    cdef uint64_t row = trace.end
+    cdef uint8_t mask = m.mask[row]
+    cdef uint8_t action
+    if not mask & HAS_ACTION:
+        return bad_event(m, row, W_ACTION)
+    action = m.action[row]
+    if not mask & HAS_ADDR and action < OOM:
+        return bad_event(m, row, W_ADDR)
+    if not mask & HAS_SIZE and action < KNOWN_ACTIONS:
+        return bad_event(m, row, W_SIZE)
+    trace.total += <uint64_t>m.size[row]
+    if trace.total >= SUM_LIMIT or (action <= SEGMENT_UNMAP and m.addr[row] + <uint64_t>m.size[row] > LIMIT):
+        return bad_event(m, row, W_SIZE)
+    if mask & HAS_TIME:
+        trace.timed += 1
+    trace.end = row + 1
+    return True
