@@ -208,14 +208,21 @@ cdef inline bint fail(Machine* m, int failure) noexcept nogil:
     return False
 
 
+cdef bint grow_stack(Machine* m) noexcept nogil:
+    if m.height >= FREE_VALUES and m.height * 16 > m.consumed:
+        return fail(m, TOO_MANY_VALUES)
+    if not grow(<void**>&m.stack, &m.stack_capacity, m.height + 1, sizeof(Cell)):
+        return fail(m, NO_MEMORY)
+    return True
+
+
 cdef inline bint push(Machine* m, uint8_t tag, uint64_t value) noexcept nogil:
-    if m.height >= m.stack_capacity:
-        if m.height >= FREE_VALUES and m.height * 16 > m.consumed:
-            return fail(m, TOO_MANY_VALUES)
-        if not grow(<void**>&m.stack, &m.stack_capacity, m.height + 1, sizeof(Cell)):
-            return fail(m, NO_MEMORY)
-    m.stack[m.height].tag = tag
-    m.stack[m.height].value = value
+    cdef Cell* cell
+    if m.height >= m.stack_capacity and not grow_stack(m):
+        return False
+    cell = &m.stack[m.height]
+    cell.tag = tag
+    cell.value = value
     m.height += 1
     return True
 

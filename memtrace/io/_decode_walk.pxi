@@ -43,24 +43,31 @@ cdef bint walk(Machine* m, Input* source) noexcept nogil:
         next_at = at + 1
         m.consumed = base + at
         if opcode == 0x68 or opcode == 0x6A:  # BINGET, LONG_BINGET
-            if opcode == 0x68:
-                index = data[at + 1]
-                next_at = at + 2
-            else:
-                index = <uint32_t>load_word(data + at + 1, 4)
-                next_at = at + 5
-            if next_at > end:
-                done = fail(m, CUT_OFF)
-            elif index >= m.memo_count:
-                done = fail(m, NOT_KEPT)
-            else:
-                entry = m.memo[index]
-                if entry < <uint32_t>OPEN << 28:
-                    done = push(m, <uint8_t>(entry >> 28), entry & 0x0FFFFFFF)
-                elif entry < <uint32_t>ONCE << 28:
-                    done = fetch_open(m, index)
+            # keys and frames: most of what a snapshot is, and often one after the other
+            while True:
+                if opcode == 0x68:
+                    index = data[at + 1]
+                    next_at = at + 2
                 else:
-                    done = fail(m, SHARED)
+                    index = <uint32_t>load_word(data + at + 1, 4)
+                    next_at = at + 5
+                if index >= m.memo_count:
+                    done = fail(m, NOT_KEPT if next_at <= end else CUT_OFF)
+                    break
+                entry = m.memo[index]
+                if entry >= <uint32_t>OPEN << 28:
+                    m.consumed = base + at
+                    done = fetch_open(m, index) if entry < <uint32_t>ONCE << 28 else fail(m, SHARED)
+                    break
+                if not push(m, <uint8_t>(entry >> 28), entry & 0x0FFFFFFF):
+                    done = False
+                    break
+                if end - at < 2 * WIDEST:
+                    break
+                opcode = data[next_at]
+                if opcode != 0x68 and opcode != 0x6A:
+                    break
+                at = next_at
         elif opcode == 0x94:  # MEMOIZE
             done = keep(m, m.memo_count)
         elif opcode == 0x4B:  # BININT1
@@ -131,7 +138,7 @@ cdef bint walk(Machine* m, Input* source) noexcept nogil:
             done = reach(m, 1, &first) and fill(m, first, False)
         elif opcode == 0x73:  # SETITEM
             done = reach(m, 2, &first) and fill(m, first, True)
-        elif 0x85 <= opcode <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
+        elif opcode == 0x85 or opcode == 0x86 or opcode == 0x87:  # TUPLE1, TUPLE2, TUPLE3
             done = reach(m, opcode - 0x84, &first) and make_tuple(m, first)
         elif opcode == 0x74:  # TUPLE
             done = take_mark(m, &first) and make_tuple(m, first)

@@ -137,6 +137,14 @@ class _Events:
             for device, rows in enumerate(self.ranges)
         ]
 
+    def _free_at_ooms(self, device: int, rows: slice) -> dict[int, int]:
+        where = f"device {device}, event"
+        return {
+            row: check_integer(self.device_free[rows.start + row], "device_free", f"{where} {row}")
+            for row in np.flatnonzero(self.action[rows] == Action.OOM).tolist()
+            if rows.start + row in self.device_free
+        }
+
     def _number_actions(self, strange: list[str], words: Vocabulary) -> None:
         """Codes of unknown kinds of events, from the order of the file to the order of their names in each trace."""
         if not strange:

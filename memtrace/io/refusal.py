@@ -31,7 +31,7 @@ REASONS: dict[str, Reason] = {
     "too_many_values": (UnsafePickleError, "has more values at once than a file of its length should", _FILLS_MEMORY),
     "too_many_keys": (
         NotASnapshotError,
-        f"has a dict of more than {MAX_KEYS} keys: not the work of torch",
+        f"has a dict of more than {MAX_KEYS} keys",
         HOW_TO_WRITE,
     ),
     "long_integer": (NotASnapshotError, f"holds an integer of more than {MAX_INTEGER_BYTES} bytes", HOW_TO_WRITE),
@@ -84,7 +84,7 @@ def cut_off(size: int) -> SourceError:
 
 
 def opcode_refusal(at: int, here: bytes, texts: tuple[str, str] | None) -> SourceError:
-    """The error for an opcode that no snapshot has. `here` is the pickle from it on, `texts` the two right before it."""
+    """The error for an opcode that no snapshot has. `here`: the pickle from it on; `texts`: the two right before it."""
     opcode = here[0]
     place = f"at byte {at:,} the pickle"
     if opcode in _RUNS_CODE:

@@ -225,7 +225,7 @@ LARGE_BOMBS = {
     "40M None in a list": (AT + batches(b"N", 40 * N) + b"s.", "not-a-snapshot"),
     "20M references to a frame": (AT + b"}\x94" + batches(b"h\x01", 40 * N), "truncated"),
     "puts of tuples": (AT + batches(b")\x94", 40 * N) + b"s.", "not-a-snapshot"),
-    "a stack for every frame": (AT + b"}\x94" + batches(b"]h\x01a]h\x01a" + b"N" * 10, 40 * N) + b"s.", "not-a-snapshot"),
+    "a stack a frame": (AT + b"}\x94" + batches(b"]h\x01a]h\x01a" + b"N" * 10, 40 * N) + b"s.", "not-a-snapshot"),
     "a deep stack, frame by frame": (AT + b"}\x94](" + b"h\x01" * 99_000 + b"e" + b"h\x01a" * 10 * N, "truncated"),
 }  # fmt: skip
 
