@@ -51,7 +51,7 @@ cdef bint walk(Machine* m, Input* source) noexcept nogil:
                 else:
                     index = <uint32_t>load_word(data + at + 1, 4)
                     next_at = at + 5
-                if index >= m.memo_count:
+                if next_at > end or index >= m.memo_count:
                     done = fail(m, NOT_KEPT if next_at <= end else CUT_OFF)
                     break
                 entry = m.memo[index]
