@@ -6,12 +6,15 @@ Everything else about the build is in pyproject.toml.
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent
-ARGUMENTS = ["/O2"] if sys.platform == "win32" else ["-O3"]
+ARGUMENTS = ["/O2"] if sys.platform == "win32" else ["-O3", "-g0"]
+# One build serves every Python from 3.11 on (the buffer protocol is in the stable ABI since); measured to cost nothing.
+STABLE_ABI = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 def extensions() -> list[Extension]:
@@ -20,11 +23,17 @@ def extensions() -> list[Extension]:
         Extension(
             ".".join(source.relative_to(ROOT).with_suffix("").parts),
             [source.relative_to(ROOT).as_posix()],
+            depends=[part.relative_to(ROOT).as_posix() for part in sorted(source.parent.glob("_*.pxi"))],
             extra_compile_args=ARGUMENTS,
+            define_macros=[("Py_LIMITED_API", "0x030B0000"), ("CYTHON_LIMITED_API", "1")] if STABLE_ABI else [],
+            py_limited_api=STABLE_ABI,
             optional=True,
         )
         for source in sorted(ROOT.glob("memtrace/**/_*.pyx"))
     ]
 
 
-setup(ext_modules=extensions())
+setup(
+    ext_modules=extensions(),
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE_ABI else {},
+)

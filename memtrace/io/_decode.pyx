@@ -12,7 +12,7 @@ In order: `_decode_tables.pxi` what is interned, `_decode_values.pxi` the stack,
 `_decode_rows.pxi` events, `_decode_walk.pxi` the loop over opcodes; here what Python sees.
 """
 
-from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
+from libc.stdlib cimport free, malloc, realloc
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memmove, memset
 from cpython.buffer cimport PyBuffer_FillInfo
@@ -55,7 +55,7 @@ cdef class Column:
     cdef Py_ssize_t length
 
     def __dealloc__(self):
-        PyMem_RawFree(self.memory)
+        free(self.memory)
 
     def __getbuffer__(self, Py_buffer* view, int flags):
         PyBuffer_FillInfo(view, self, self.memory, self.length, 0, flags)
@@ -67,7 +67,7 @@ cdef class Column:
 cdef Column adopt(void** memory, size_t length):
     """A column of `length` bytes, which takes the memory over and gives back what is too much."""
     cdef Column column = Column()
-    cdef void* smaller = PyMem_RawRealloc(memory[0], length if length else 1)
+    cdef void* smaller = realloc(memory[0], length if length else 1)
     column.memory = memory[0] if smaller == NULL else smaller
     column.length = <Py_ssize_t>length
     memory[0] = NULL
@@ -119,7 +119,7 @@ cdef class Decoder:
         memset(m, 0, sizeof(Machine))
         memset(&self.source, 0, sizeof(Input))
         self.readinto = readinto
-        self.source.data = <uint8_t*>PyMem_RawMalloc(BUFFER + PADDING)
+        self.source.data = <uint8_t*>malloc(BUFFER + PADDING)
         m.secret.first = load_word(random, 8) | 1
         m.secret.second = load_word(random + 8, 8) | 1
         if self.source.data == NULL or not (
@@ -134,7 +134,7 @@ cdef class Decoder:
 
     def __dealloc__(self):
         cdef Machine* m = &self.machine
-        PyMem_RawFree(self.source.data)
+        free(self.source.data)
         self.forget()
         table_free(&m.texts)
         table_free(&m.frames)
@@ -142,31 +142,31 @@ cdef class Decoder:
         table_free(&m.lists)
         table_free(&m.pairs)
         table_free(&m.bigs)
-        PyMem_RawFree(m.action)
-        PyMem_RawFree(m.addr)
-        PyMem_RawFree(m.size)
-        PyMem_RawFree(m.stream)
-        PyMem_RawFree(m.stack_id)
-        PyMem_RawFree(m.time)
-        PyMem_RawFree(m.pool)
-        PyMem_RawFree(m.context)
-        PyMem_RawFree(m.metadata)
-        PyMem_RawFree(m.cells)
-        PyMem_RawFree(m.nodes)
-        PyMem_RawFree(m.extras)
-        PyMem_RawFree(m.traces)
-        PyMem_RawFree(m.key_seen)
-        PyMem_RawFree(m.actions)
+        free(m.action)
+        free(m.addr)
+        free(m.size)
+        free(m.stream)
+        free(m.stack_id)
+        free(m.time)
+        free(m.pool)
+        free(m.context)
+        free(m.metadata)
+        free(m.cells)
+        free(m.nodes)
+        free(m.extras)
+        free(m.traces)
+        free(m.key_seen)
+        free(m.actions)
 
     cdef void forget(self):
         """Frees what only the walk needs."""
         cdef Machine* m = &self.machine
-        PyMem_RawFree(m.stack)
-        PyMem_RawFree(m.memo)
-        PyMem_RawFree(m.fresh)
-        PyMem_RawFree(m.open_ids)
-        PyMem_RawFree(m.open_cells)
-        PyMem_RawFree(m.mask)
+        free(m.stack)
+        free(m.memo)
+        free(m.fresh)
+        free(m.open_ids)
+        free(m.open_cells)
+        free(m.mask)
         m.stack = NULL
         m.memo = NULL
         m.fresh = NULL
@@ -310,22 +310,22 @@ cdef class Decoder:
         cdef int32_t place
         if <uint64_t>order.shape[0] != stacks.count:
             raise ValueError("an order of other stacks")
-        offsets = <int64_t*>PyMem_RawMalloc((<size_t>count + 1) * sizeof(int64_t))
+        offsets = <int64_t*>malloc((<size_t>count + 1) * sizeof(int64_t))
         if offsets == NULL:
             raise MemoryError
         memset(offsets, 0, (<size_t>count + 1) * sizeof(int64_t))
         for index in range(stacks.count):
             place = order[index]
             if place >= count:
-                PyMem_RawFree(offsets)
+                free(offsets)
                 raise IndexError(place)
             if place >= 0:
                 offsets[place + 1] = <int64_t>(table_length(stacks, index) // 4)
         for place in range(count):
             offsets[place + 1] += offsets[place]
-        ids = <int32_t*>PyMem_RawMalloc(<size_t>offsets[count] * 4 + 4)
+        ids = <int32_t*>malloc(<size_t>offsets[count] * 4 + 4)
         if ids == NULL:
-            PyMem_RawFree(offsets)
+            free(offsets)
             raise MemoryError
         for index in range(stacks.count):
             if order[index] >= 0 and table_length(stacks, index):

@@ -61,7 +61,7 @@ cdef bint grow_rows(Machine* m) noexcept nogil:
 
 cdef bint add_column(Machine* m, void** column, size_t width, int fill_byte) noexcept nogil:
     """A column that nothing was written to so far: every row has the empty value."""
-    column[0] = PyMem_RawMalloc(m.rows_capacity * width)
+    column[0] = malloc(m.rows_capacity * width)
     if column[0] == NULL:
         return fail(m, NO_MEMORY)
     memset(column[0], fill_byte, m.rows * width)

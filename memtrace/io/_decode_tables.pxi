@@ -62,7 +62,7 @@ cdef bint grow(void** data, size_t* capacity, size_t needed, size_t width) noexc
         room = 256
     if room > (<size_t>-1) / 2 / width:
         return False
-    moved = PyMem_RawRealloc(data[0], room * width)
+    moved = realloc(data[0], room * width)
     if moved == NULL:
         return False
     data[0] = moved
@@ -72,7 +72,7 @@ cdef bint grow(void** data, size_t* capacity, size_t needed, size_t width) noexc
 
 cdef bint table_init(Interned* table) noexcept nogil:
     memset(table, 0, sizeof(Interned))
-    table.slots = <uint32_t*>PyMem_RawMalloc(1024 * sizeof(uint32_t))
+    table.slots = <uint32_t*>malloc(1024 * sizeof(uint32_t))
     if table.slots == NULL:
         return False
     memset(table.slots, 0, 1024 * sizeof(uint32_t))
@@ -81,10 +81,10 @@ cdef bint table_init(Interned* table) noexcept nogil:
 
 
 cdef void table_free(Interned* table) noexcept nogil:
-    PyMem_RawFree(table.data)
-    PyMem_RawFree(table.ends)
-    PyMem_RawFree(table.hashes)
-    PyMem_RawFree(table.slots)
+    free(table.data)
+    free(table.ends)
+    free(table.hashes)
+    free(table.slots)
     memset(table, 0, sizeof(Interned))
 
 
@@ -110,7 +110,7 @@ cdef inline uint64_t hash_bytes(const uint8_t* data, size_t length, const Secret
 
 cdef bint table_rehash(Interned* table) noexcept nogil:
     cdef uint32_t mask = table.slot_mask * 2 + 1
-    cdef uint32_t* slots = <uint32_t*>PyMem_RawMalloc((<size_t>mask + 1) * sizeof(uint32_t))
+    cdef uint32_t* slots = <uint32_t*>malloc((<size_t>mask + 1) * sizeof(uint32_t))
     cdef uint32_t index, slot
     if slots == NULL:
         return False
@@ -120,7 +120,7 @@ cdef bint table_rehash(Interned* table) noexcept nogil:
         while slots[slot]:
             slot = (slot + 1) & mask
         slots[slot] = index + 1
-    PyMem_RawFree(table.slots)
+    free(table.slots)
     table.slots = slots
     table.slot_mask = mask
     return True

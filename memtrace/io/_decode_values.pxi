@@ -279,7 +279,7 @@ cdef inline bint keep(Machine* m, uint32_t index) noexcept nogil:
     cdef Cell* top
     cdef Fresh* fresh
     cdef uint32_t entry
-    if index != m.memo_count:
+    if index != m.memo_count or index == FULL:
         return fail(m, NUMBERING)
     if m.height <= m.fence:
         return fail(m, NOT_THERE)

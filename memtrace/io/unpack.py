@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _XZ_MEMORY_BYTES = 144 * MiB  # a dictionary of 128 MiB, as zstd's own limit is; xz -9 takes 64 MiB
 _HTML_HEAD_BYTES = 16 * MiB
+_MAX_EMPTY_MEMBERS = 1000  # each costs a copy of what follows; parallel zstd writes one before each full one
 
 
 class _Decompressor(Protocol):
@@ -127,6 +128,7 @@ class Unpacker(_Layer):
         self._packing = packing
         self._decompressor, self._error = packing.start()
         self._input = b""
+        self._empty_members = 0
 
     def _next(self, limit: int) -> bytes:
         name, shown = self._packing.name, self._source.shown
@@ -156,6 +158,7 @@ class Unpacker(_Layer):
                 at_end = not data
             piece = self._decompressor.decompress(data, limit)
             if piece:
+                self._empty_members = 0
                 return piece
             if at_end and not self._decompressor.eof:
                 raise EOFError
@@ -169,6 +172,10 @@ class Unpacker(_Layer):
             rest = (rest + more).lstrip(b"\0")
         if not self._packing.magic.match(rest):
             return False
+        self._empty_members += 1
+        if self._empty_members > _MAX_EMPTY_MEMBERS:
+            message = f"{self._source.shown}: more than {_MAX_EMPTY_MEMBERS:,} empty {self._packing.name} parts in a row"
+            raise UnreadableError(message, hint="No packer writes so. If you trust it, unpack it yourself first.")
         self._decompressor, self._error = self._packing.start()
         self._input = rest
         return True

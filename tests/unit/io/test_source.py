@@ -323,6 +323,14 @@ def test_damage_is_seen(write, packing, at):
 # Limits
 
 
+@pytest.mark.parametrize("empty", [gzip.compress(b""), lzma.compress(b""), b"\x50\x2a\x4d\x18\0\0\0\0"])
+def test_empty_parts_are_skipped_but_not_without_end(write, empty):
+    packing = {b"\x1f": "gzip", b"\xfd": "xz", b"\x50": "zstd"}[empty[:1]]
+    assert read(write(empty * 900 + PACKINGS[packing](PICKLE))).startswith(PICKLE)
+    with pytest.raises(UnreadableError, match="empty"):
+        read(write(empty * 100_000 + PACKINGS[packing](PICKLE)))
+
+
 def zeros(pack, mebibytes: int) -> bytes:
     """A pickle that begins well and goes on with zeros, in a thousandth of the size."""
     return pack(b"\x80\x04") + pack(b"\0" * MiB) * mebibytes
