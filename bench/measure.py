@@ -67,7 +67,9 @@ def costs(path: Path, runs: int, folder: Path) -> dict[str, Cost]:
         for name, code in STEPS.items():
             found[name].append(measure(code, path, cache))
         shutil.rmtree(cache, ignore_errors=True)
-    return {name: Cost(*(statistics.median(column) for column in zip(*rows, strict=True))) for name, rows in found.items()}
+    return {
+        name: Cost(*(statistics.median(column) for column in zip(*rows, strict=True))) for name, rows in found.items()
+    }
 
 
 def show(path: Path, table: dict[str, Cost]) -> None:
@@ -102,7 +104,9 @@ def main() -> None:
             size = long.stat().st_size / short.stat().st_size
             print(f"\n{long.name} is {size:.2f} times as long as {short.name}:")
             for step in few:
-                print(f"{step:36}{many[step].cpu / few[step].cpu:8.2f} x cpu {many[step].peak / few[step].peak:6.2f} x peak")
+                print(
+                    f"{step:36}{many[step].cpu / few[step].cpu:8.2f} x cpu {many[step].peak / few[step].peak:6.2f} x peak"
+                )
 
 
 if __name__ == "__main__":

@@ -434,6 +434,11 @@ cdef class Decoder:
         return [self.value(&cells[index]) for index in range(node.count)]
 
 
+def role_at(parent, key, is_dict):
+    """The role of a container by its place, for the test that holds `role_below` against `roles`."""
+    return role_below(parent, WORDS.index(key) if key in WORDS else len(WORDS), is_dict)
+
+
 def first_use(const int32_t[::1] column, int32_t[::1] order, int32_t count):
     """Numbers ids in the order in which columns use them: `order[id]` is its place, -1 while it has none. Ids below 0
     are none. Returns the count of places given so far (pass it on to the next column)."""

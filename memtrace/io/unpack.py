@@ -174,7 +174,9 @@ class Unpacker(_Layer):
             return False
         self._empty_members += 1
         if self._empty_members > _MAX_EMPTY_MEMBERS:
-            message = f"{self._source.shown}: more than {_MAX_EMPTY_MEMBERS:,} empty {self._packing.name} parts in a row"
+            message = (
+                f"{self._source.shown}: more than {_MAX_EMPTY_MEMBERS:,} empty {self._packing.name} parts in a row"
+            )
             raise UnreadableError(message, hint="No packer writes so. If you trust it, unpack it yourself first.")
         self._decompressor, self._error = self._packing.start()
         self._input = rest

@@ -10,12 +10,12 @@ import itertools
 import json
 import lzma
 import os
-from pathlib import Path
 import pickle
 import sys
 import threading
 import tracemalloc
 import zipfile
+from pathlib import Path
 
 import pytest
 
