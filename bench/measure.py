@@ -104,9 +104,8 @@ def main() -> None:
             size = long.stat().st_size / short.stat().st_size
             print(f"\n{long.name} is {size:.2f} times as long as {short.name}:")
             for step in few:
-                print(
-                    f"{step:36}{many[step].cpu / few[step].cpu:8.2f} x cpu {many[step].peak / few[step].peak:6.2f} x peak"
-                )
+                cpu, peak = many[step].cpu / few[step].cpu, many[step].peak / few[step].peak
+                print(f"{step:36}{cpu:8.2f} x cpu {peak:6.2f} x peak")
 
 
 if __name__ == "__main__":

@@ -19,24 +19,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memtrace.allocator import COUNTERS, POOLS, Replay, replay, series
+from memtrace.allocator import COUNTERS, POOLS, Replay, series
+from memtrace.allocator.stored import Highest, Peaks, Stored
 from memtrace.analysis import moment
 from memtrace.analysis.blame import BYS, Blame, blame_at
 from memtrace.analysis.frames import ShownStacks, shown_stacks
-from memtrace.analysis.info import DeviceInfo, device_info
-from memtrace.analysis.tree import CallTree, call_tree
-from memtrace.analysis.verify import Verdict, verify
 from memtrace.attribution import CATEGORIES, Attribution, attribute
 from memtrace.errors import MissingExtraError, QuestionError
-from memtrace.io import recording
-from memtrace.io.read import Progress, read_snapshot
-from memtrace.io.recording import RankFile
-from memtrace.io.source import DEFAULT_MAX_BYTES
 from memtrace.model import Notice, SnapshotData
 from memtrace.units import format_bytes, plural
 
+# Others are imported where they are used: what the cache answers needs none of them, and they take their time.
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from memtrace.analysis.info import DeviceInfo
+    from memtrace.analysis.tree import CallTree
+    from memtrace.analysis.verify import Verdict
+    from memtrace.io.read import Progress
+    from memtrace.io.recording import RankFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +57,16 @@ def load(
     path: str | bytes | os.PathLike[str],
     *,
     rank: int | None = None,
-    max_bytes: int = DEFAULT_MAX_BYTES,
+    max_bytes: int | None = None,
     progress: Progress | None = None,
+    cache: bool = True,
 ) -> Snapshot:
     """Opens a snapshot: a pickle of any torch release (plain, .gz, .xz, .zst, torch's plot HTML), or a recording.
 
     A directory is a recording: `rank` chooses in it (default: the rank with the highest peak). `max_bytes` bounds
-    the uncompressed size; `progress(done, total)` hears about bytes read. Raises a `memtrace.errors.SourceError`
-    that says what is wrong with the input. Nothing in a file is ever run.
+    the uncompressed size (default 8 GiB); `progress(done, total)` hears about bytes read. A large file that was
+    opened before comes from the user's cache, unless `cache` is False; only `Snapshot.remember` writes to it. Raises
+    a `memtrace.errors.SourceError` that says what is wrong with the input. Nothing in a file is ever run.
 
     >>> load("fixtures/mlp-adamw.pickle.xz").peak()
     Peak(545.23 MiB allocated after event 192)
@@ -71,20 +74,50 @@ def load(
     path = os.fsdecode(path)
     source: RankFile | None = None
     if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises for a name that is too long
+        from memtrace.io import recording
+
         source = recording.choose(Path(path), rank)
-        path = source.path
+        path = os.fspath(source.path)
     elif rank is not None:
         raise QuestionError("--rank chooses in a recording, and this is one file", hint="Leave --rank out.")
-    return Snapshot(read_snapshot(path, max_bytes=max_bytes, progress=progress), recording=source)
+    stored = Stored.of(path, max_bytes) if cache else None
+    data = None if stored is None else stored.data()
+    if data is not None:
+        return Snapshot(data, recording=source, stored=stored)
+    data = _read(path, max_bytes, progress)
+    if stored is not None and not stored.file_unchanged:
+        stored = None
+    return Snapshot(data, recording=source, stored=stored, is_new=True)
+
+
+def _read(path: str, max_bytes: int | None, progress: Progress | None) -> SnapshotData:
+    from memtrace.io.read import read_snapshot
+    from memtrace.io.source import DEFAULT_MAX_BYTES
+
+    return read_snapshot(path, max_bytes=DEFAULT_MAX_BYTES if max_bytes is None else max_bytes, progress=progress)
 
 
 class Snapshot:
-    """One snapshot file, replayed on demand. Bytes are ints, events are indices, times microseconds since 1970."""
+    """One snapshot file, replayed on demand. Bytes are ints, events are indices, times microseconds since 1970.
 
-    def __init__(self, data: SnapshotData, *, recording: RankFile | None = None) -> None:
+    `was_read` says whether it was read now; else it came from the cache.
+    """
+
+    def __init__(
+        self,
+        data: SnapshotData,
+        *,
+        recording: RankFile | None = None,
+        stored: Stored | None = None,
+        is_new: bool = False,
+    ) -> None:
         self.data = data
         self.recording = recording
+        self._stored = stored
+        self.was_read = is_new
+        self._has_news = is_new
         self._replays: dict[int, Replay] = {}
+        self._peaks: dict[int, Peaks] = {}
         self._attributions: dict[int, Attribution] = {}
 
     def __repr__(self) -> str:
@@ -124,7 +157,7 @@ class Snapshot:
         """Block lifetimes and counters of one device (default: the one with the highest peak)."""
         chosen = self._device(device)
         if chosen not in self._replays:
-            self._replays[chosen] = replay(self.data, chosen)
+            self._replays[chosen], self._peaks[chosen] = self._stored_replay(chosen) or self._new_replay(chosen)
         return self._replays[chosen]
 
     def series(
@@ -139,11 +172,15 @@ class Snapshot:
 
     def peak(self, of: str = "allocated", device: int | None = None) -> Peak:
         """The highest value of `of` (allocated, reserved, requested, active) in bytes, and when it was."""
-        values = self.series(_counter(of), device=device)
-        event = int(values.argmax()) - 1
-        times = self.data.trace(self._device(device)).time_us
-        time_us = int(times[event]) if times is not None and event >= 0 else None
-        return Peak(of, int(values.max()), event, time_us)
+        counter, chosen = _counter(of), self._device(device)
+        replay = self.replay(chosen)
+        peaks = self._peaks[chosen]
+        if of not in peaks:
+            values = series(replay, counter)
+            peaks[of] = Highest(int(values.max()), int(values.argmax()) - 1)
+        event = peaks[of].event
+        times = self.data.trace(chosen).time_us
+        return Peak(of, peaks[of].bytes, event, int(times[event]) if times is not None and event >= 0 else None)
 
     def event(self, at: str | int = "peak", of: str = "allocated", device: int | None = None) -> int:
         """The event index that `at` names: peak, end, oom, an event number, or a time such as `1.42s`."""
@@ -151,6 +188,8 @@ class Snapshot:
         chosen = self._device(device)
         if isinstance(at, float):
             raise QuestionError("a moment is an event number or text", hint="Write a time as '1.42s'.")
+        if at == "peak":
+            return self.peak(of, chosen).event
         return moment.event_at(str(at), of, self.replay(chosen), self.data.trace(chosen))
 
     def blame(
@@ -179,14 +218,20 @@ class Snapshot:
 
     def tree(self, at: str | int = "peak", of: str = "allocated", device: int | None = None) -> CallTree:
         """The call tree of a moment: a networkx DiGraph of frames with edges weighted in bytes."""
+        from memtrace.analysis.tree import call_tree
+
         return call_tree(self.blame(at, of, "tree", device))
 
     def verify(self, truth: Mapping[str, object] | None = None, device: int | None = None) -> Verdict:
         """The replay held against itself, and against `torch.cuda.memory_stats()` of the same moment if given."""
+        from memtrace.analysis.verify import verify
+
         return verify(self.data, self.replay(device), truth)
 
     def info(self, device: int | None = None) -> DeviceInfo:
         """One page about a device."""
+        from memtrace.analysis.info import device_info
+
         return device_info(self.data, self.replay(device))
 
     def to_pandas(self, device: int | None = None) -> Any:
@@ -201,6 +246,32 @@ class Snapshot:
         pool = np.where(blocks.large, "large", "small")
         category = np.array(CATEGORIES)[self._attribution(chosen).category]
         return pd.DataFrame({**columns, "pool": pool, "category": category})
+
+    def remember(self) -> bool:
+        """Keeps the columns and the replays made so far in the user's cache, for the next `load` of this file.
+
+        Whether anything was written: not for standard input, a small file, one that changed while it was read,
+        nor when all of it is there. Takes about as long as copying the columns; call it when the answer is out.
+        """
+        if self._stored is None or not self._has_news:
+            return False
+        for device in self.devices:
+            found = self._stored_replay(device) if device not in self._replays else None
+            if found is not None:
+                self._replays[device], self._peaks[device] = found
+        for device in self._replays:
+            self.peak(device=device)
+        self._has_news = False
+        return self._stored.keep(self.data, self._replays, self._peaks)
+
+    def _stored_replay(self, device: int) -> tuple[Replay, Peaks] | None:
+        return None if self._stored is None else self._stored.replay(device, self.data)
+
+    def _new_replay(self, device: int) -> tuple[Replay, Peaks]:
+        from memtrace.allocator.replay import replay
+
+        self._has_news = True
+        return replay(self.data, device), {}
 
     @cached_property
     def _shown(self) -> ShownStacks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import lzma
 import os
 import shutil
@@ -19,6 +20,8 @@ LARGE = [HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_
 settings.register_profile("local", deadline=None, suppress_health_check=LARGE)
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+_TEST_NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="session")
@@ -40,11 +43,13 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]
 
 @pytest.fixture(autouse=True)
 def _nothing_of_this_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No test finds the recordings or the settings of whoever runs it."""
+    """No test finds the recordings, the settings or the cache of whoever runs it, nor the cache of another test."""
     state = tmp_path_factory.getbasetemp() / "state"
     monkeypatch.delenv("MEMTRACE_DIR", raising=False)
     for variable in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(variable, str(state))
+    monkeypatch.setenv("MEMTRACE_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache" / str(next(_TEST_NUMBERS))))
+    monkeypatch.delenv("MEMTRACE_NO_CACHE", raising=False)
     for variable in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
         monkeypatch.delenv(variable, raising=False)
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrace.allocator.logs import BEFORE, Run
-from memtrace.allocator.memory_map import MemoryMap
+from memtrace.allocator.memory_map import MemoryMap, Rows
 from memtrace.allocator.result import Conflict, Lifetimes
 
 Column = NDArray[np.int64]
@@ -16,24 +16,22 @@ Column = NDArray[np.int64]
 
 def sizes_at_end(run: Run, at_end: MemoryMap) -> dict[int, int]:
     """Birth event -> size in the final map, for blocks of the run that have another size there."""
-    known = {block.address: block.size for block in at_end.blocks}
-    return {
-        run.born_at_end[block.address]: known[block.address]
-        for block in run.at_end.blocks
-        if run.born_at_end[block.address] != BEFORE and known.get(block.address, block.size) != block.size
-    }
+    ours, theirs, born = run.at_end.blocks, at_end.blocks, run.born_at_end
+    _, here, there = np.intersect1d(ours["address"], theirs["address"], assume_unique=True, return_indices=True)
+    other = (born[here] != BEFORE) & (ours["size"][here] != theirs["size"][there])
+    return dict(zip(born[here[other]].tolist(), theirs["size"][there[other]].tolist(), strict=True))
 
 
 def differences(run: Run, at_end: MemoryMap) -> list[Conflict]:
     """One conflict per address at which the run's last state and the file's segments or blocks differ."""
 
-    def addresses(ours: set[tuple[int, ...]], theirs: set[tuple[int, ...]], what: str) -> Iterator[Conflict]:
-        for address in sorted({item[0] for item in ours ^ theirs}):
+    def addresses(ours: Rows, theirs: Rows, names: tuple[str, ...], what: str) -> Iterator[Conflict]:
+        for address in _differing(ours, theirs, names).tolist():
             yield Conflict(None, f"the {what} at {address:#x} is not in the file as the replay leaves it")
 
     return [
-        *addresses(_ranges(run.at_end), _ranges(at_end), "segment"),
-        *addresses(_blocks(run.at_end), _blocks(at_end), "block"),
+        *addresses(run.at_end.ranges, at_end.ranges, ("start", "size", "large", "stream", "expandable"), "segment"),
+        *addresses(run.at_end.blocks, at_end.blocks, ("address", "size", "requested", "pending"), "block"),
     ]
 
 
@@ -51,9 +49,12 @@ def active_missing(lifetimes: Lifetimes, marks: Column, noted: Column) -> tuple[
     return noted - over_time(lifetimes.size), over_time(lifetimes.slack_bound)
 
 
-def _ranges(memory: MemoryMap) -> set[tuple[int, ...]]:
-    return {(item.start, item.size, item.large, item.stream, item.expandable) for item in memory.ranges}
-
-
-def _blocks(memory: MemoryMap) -> set[tuple[int, ...]]:
-    return {(block.address, block.size, block.requested, block.pending) for block in memory.blocks}
+def _differing(ours: Rows, theirs: Rows, names: tuple[str, ...]) -> NDArray[np.uint64]:
+    """The addresses (the first of `names`), in order, of rows that have no equal on the other side."""
+    key = names[0]
+    _, here, there = np.intersect1d(ours[key], theirs[key], assume_unique=True, return_indices=True)
+    equal = np.ones(len(here), np.bool_)
+    for name in names:
+        equal &= ours[name][here] == theirs[name][there]
+    all_addresses = np.union1d(ours[key], theirs[key])
+    return np.setdiff1d(all_addresses, ours[key][here[equal]], assume_unique=True)

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from memtrace.allocator.kernel import kernel
 from memtrace.allocator.result import Replay
+from memtrace.allocator.sums import BOTH_POOLS
 from memtrace.model import Action, Trace
 
 COUNTERS = (
@@ -27,6 +29,7 @@ COUNTERS = (
     "requested_bytes",
 )
 POOLS = ("all", "small_pool", "large_pool")
+_POOL = {"all": BOTH_POOLS, "small_pool": 0, "large_pool": 1}
 
 Column = NDArray[np.int64]
 
@@ -34,33 +37,22 @@ Column = NDArray[np.int64]
 def changes(replay: Replay, counter: str, pool: str = "all") -> Column:
     """What each event changes: entry 0 is the state before the recording, entry e + 1 is event e."""
     delta = np.zeros(replay.events + 1, np.int64)
+    which, add = _POOL[pool], kernel()
     if counter in ("segment", "reserved_bytes", "inactive_split", "inactive_split_bytes"):
         log = replay.segments if counter in ("segment", "reserved_bytes") else replay.splits
         amount = log.count if counter in ("segment", "inactive_split") else log.bytes
-        rows = _in_pool(log.large, pool)
-        np.add.at(delta, log.event[rows] + 1, amount[rows])
+        add.add_changes(delta, log.event, amount, log.large, which)
         return delta
     blocks = replay.lifetimes
-    rows = _in_pool(blocks.large, pool)
-    amount = {
-        "allocation": np.ones(len(blocks), np.int64),
-        "active": np.ones(len(blocks), np.int64),
-        "allocated_bytes": blocks.size,
-        "active_bytes": blocks.size,
-        "requested_bytes": blocks.requested,
-    }[counter][rows]
-    born = blocks.born[rows]
-    end = (blocks.freed if counter in ("allocation", "allocated_bytes") else blocks.died)[rows]
-    began = end > born  # a block pending at the start was freed before it: it is not allocated in the window
-    np.add.at(delta, born[began] + 1, amount[began])
-    ended = began & (end < replay.events)
-    np.subtract.at(delta, end[ended] + 1, amount[ended])
+    end = blocks.freed if counter in ("allocation", "allocated_bytes") else blocks.died
+    size = {"requested_bytes": blocks.requested, "allocation": None, "active": None}.get(counter, blocks.size)
+    add.add_lifetimes(delta, blocks.born, end, size, blocks.large, which)
     return delta
 
 
 def series(replay: Replay, counter: str, pool: str = "all") -> Column:
     """The counter over time: entry 0 before the recording, entry e + 1 after event e. Counts or bytes."""
-    return np.cumsum(changes(replay, counter, pool))
+    return _running(changes(replay, counter, pool))
 
 
 def each_series(replay: Replay) -> Iterator[tuple[str, Column]]:
@@ -77,17 +69,18 @@ def stats(replay: Replay, trace: Trace) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for name, delta in each_series(replay):
-        values = np.cumsum(delta)
+        more = int(delta.sum(where=delta > 0)) if replay.complete else 0
+        less = -int(delta.sum(where=delta < 0)) if replay.complete else 0
+        values = _running(delta)
         found[f"{name}.current"] = int(values[-1])
         found[f"{name}.peak"] = int(values.max())
         if replay.complete:
-            found[f"{name}.allocated"] = int(delta[delta > 0].sum())
-            found[f"{name}.freed"] = -int(delta[delta < 0].sum())
+            found[f"{name}.allocated"] = more
+            found[f"{name}.freed"] = less
     if replay.complete:
-        counts = np.bincount(trace.action, minlength=len(Action))
-        found["num_device_alloc"] = int(counts[Action.SEGMENT_ALLOC] + counts[Action.SEGMENT_MAP])
-        found["num_device_free"] = int(counts[Action.SEGMENT_FREE] + counts[Action.SEGMENT_UNMAP])
-        found["num_ooms"] = int(counts[Action.OOM])
+        found["num_device_alloc"] = trace_count(trace, Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
+        found["num_device_free"] = trace_count(trace, Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
+        found["num_ooms"] = trace_count(trace, Action.OOM)
         found |= _oversize(replay)
     return found
 
@@ -105,7 +98,7 @@ def _oversize(replay: Replay) -> dict[str, int]:
         delta = np.zeros(replay.events + 1, np.int64)
         np.add.at(delta, born + 1, 1)
         np.subtract.at(delta, end[end < replay.events] + 1, 1)
-        values = np.cumsum(delta)
+        values = _running(delta)
         found[f"{name}.current"] = int(values[-1])
         found[f"{name}.peak"] = int(values.max())
         found[f"{name}.allocated"] = len(born)
@@ -113,7 +106,11 @@ def _oversize(replay: Replay) -> dict[str, int]:
     return found
 
 
-def _in_pool(large: NDArray[np.bool_], pool: str) -> NDArray[np.bool_] | slice:
-    if pool == "all":
-        return slice(None)
-    return large if pool == "large_pool" else ~large
+def trace_count(trace: Trace, *kinds: Action) -> int:
+    """How many events of these kinds there are."""
+    return sum(int(np.count_nonzero(trace.action == kind)) for kind in kinds)
+
+
+def _running(delta: Column) -> Column:
+    """The sums up to each entry, in the place of the entries: such a column is as long as the trace."""
+    return np.cumsum(delta, out=delta)

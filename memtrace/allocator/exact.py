@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
+
 from memtrace.allocator.initial import ContradictionError
 from memtrace.allocator.logs import BEFORE, BlockLog, ChangeLog, Run, SpanLog
 from memtrace.allocator.memory_map import (
@@ -30,25 +32,23 @@ _SEARCH_BUDGET = 20_000_000
 """Blocks looked at in plain searches (rare in real traces) before a trace counts as not the allocator's work."""
 
 
-def replay_exactly(events: Events, start: MemoryMap, private: PrivatePools, forced: dict[int, int]) -> Run:
-    """Replays all events from `start`. `forced` maps alloc events to block sizes known better than by the rules.
+def forward_pass(events: Events, start: MemoryMap, private: PrivatePools, forced: dict[int, int]) -> tuple[Run, int]:
+    """One pass over all events from `start`: what it recorded, and how many sizes it had to revise on the way.
 
-    Raises ContradictionError at the first event that cannot be explained. Sizes that had to be explained by a
-    changed rule are added to `forced`; the pass is then repeated, so that counters are right from the start.
+    `forced` maps alloc events to block sizes known better than by the rules; sizes that had to be explained by a
+    changed rule are added to it, and hold from the start in the next pass. Raises ContradictionError at the first
+    event that cannot be explained.
     """
-    for _ in range(4):
-        known = len(forced)
-        walk = _Forwards(events, start, private, forced)
-        run = walk.run()
-        if len(forced) == known and not walk.revised:
-            return run
-    raise ContradictionError(len(events) - 1, "block sizes do not settle")
+    walk = _Forwards(events, start, private, forced)
+    return walk.run(), walk.revised
 
 
 class _Forwards:
     def __init__(self, events: Events, start: MemoryMap, private: PrivatePools, forced: dict[int, int]) -> None:
-        self.events = events
-        self.private = private
+        self.events = events.lists
+        self.settings = events.settings
+        self.pool_of_segment = private.of_segments()
+        self.unsplit = private.unsplit
         self.forced = forced
         self.revised = 0
         self.searched = 0
@@ -70,10 +70,7 @@ class _Forwards:
 
     def _place(self, start: MemoryMap) -> None:
         """The state before the first event."""
-        ranges = [
-            Range(item.start, item.size, item.large, item.stream, item.pool, item.expandable, item.stack)
-            for item in start.ranges
-        ]
+        ranges, blocks = start.as_ranges(), start.as_blocks()
         self.groups = assign_owners(ranges)
         for item in ranges:
             if item.owner == len(self.owner_large):
@@ -83,13 +80,13 @@ class _Forwards:
                 self.owner_span[item.owner] = item.span
             self.segments.add(BEFORE, 0 if item.expandable else 1, item.size, item.large)
         self.ranges = RangeSet(ranges)
-        for block in start.blocks:
+        for block in blocks:
             home = self.ranges.containing(block.address)
             assert home is not None, "blocks of a memory map lie in its ranges"
             index = self._born(block, home)
             (self.pending if block.pending else self.live)[block.address] = index
             self.owner_blocks[home.owner] += 1
-        holes = [(address, size, self.ranges.containing(address)) for address, size, _ in gaps(start)]
+        holes = [(address, size, self.ranges.containing(address)) for address, size, _ in gaps(ranges, blocks)]
         for address, size, home in holes:
             assert home is not None
             self.free[address] = (size, home.owner)
@@ -117,16 +114,24 @@ class _Forwards:
     def run(self) -> Run:
         self._loop()
         blocks = self.blocks
-        last = {**self.live, **self.pending}
-        at_end = MemoryMap(
-            list(self.ranges),
+        last = sorted({**self.live, **self.pending}.items())
+        at_end = MemoryMap.of(
+            self.ranges,
             [
                 MapBlock(address, blocks.size[index], blocks.requested[index], address in self.pending)
-                for address, index in sorted(last.items())
+                for address, index in last
             ],
         )
-        born = {address: blocks.born[index] for address, index in last.items()}
-        return Run(blocks, self.spans, self.splits, self.segments, self.owner_large, self.owner_span, at_end, born)
+        return Run(
+            blocks=blocks.columns(),
+            spans=self.spans.columns(),
+            splits=self.splits.columns(),
+            segments=self.segments.columns(),
+            owner_large=np.array(self.owner_large, np.bool_),
+            owner_span=np.array(self.owner_span, np.int32),
+            at_end=at_end,
+            born_at_end=np.array([blocks.born[index] for _, index in last], np.int64),
+        )
 
     def _loop(self) -> None:
         events, forced, still = self.events, self.forced, self.still
@@ -138,7 +143,7 @@ class _Forwards:
         add_born, add_owner, add_stack = blocks.born.append, blocks.owner.append, blocks.stack.append
         add_freed, add_died, add_stream = blocks.freed.append, blocks.died.append, blocks.stream.append
         freed, died, sizes, owners = blocks.freed, blocks.died, blocks.size, blocks.owner
-        max_split = events.settings.max_split_size
+        max_split = self.settings.max_split_size
         next_block = len(blocks.address)
         add_bound = blocks.slack_bound.append
         ALLOC, REQUESTED, COMPLETED = int(Action.ALLOC), int(Action.FREE_REQUESTED), int(Action.FREE_COMPLETED)
@@ -247,7 +252,7 @@ class _Forwards:
         large = size != SMALL_SEGMENT
         pool = self.events.pool_of(event)
         if pool == UNKNOWN_POOL:
-            pool = self.private.of_segment.get(address, UNKNOWN_POOL)
+            pool = self.pool_of_segment.get(address, UNKNOWN_POOL)
         item = Range(address, size, large, stream, pool, expandable=False, stack=stack)
         item.owner = self._new_owner(item)
         item.span = self.owner_span[item.owner] = self.spans.add(item, event, self.still)
@@ -315,8 +320,8 @@ class _Forwards:
 
     def _new_owner(self, item: Range) -> int:
         self.owner_large.append(item.large)
-        self.owner_fine.append(splits_finely(item, self.events.settings))
-        self.owner_unsplit.append(item.pool in self.private.unsplit)
+        self.owner_fine.append(splits_finely(item, self.settings))
+        self.owner_unsplit.append(item.pool in self.unsplit)
         self.owner_expandable.append(item.expandable)
         self.owner_blocks.append(0)
         self.owner_span.append(-1)

@@ -21,6 +21,7 @@ from memtrace.allocator.sizes import (
     LARGE_REMAINDER,
     SMALL_REQUEST,
     SMALL_SEGMENT,
+    round_sizes,
 )
 from memtrace.allocator.stream import FREE, Events
 from memtrace.model import Action
@@ -50,23 +51,19 @@ class _Backwards:
     """The map while walking back. Free blocks in `free` (start -> size, range), ordered by `starts`."""
 
     def __init__(self, events: Events, at_end: MemoryMap) -> None:
-        self.events = events
+        self.columns = events
+        self.events = events.lists
         self.settings = events.settings
         self.private = PrivatePools.of(at_end, events.settings)
-        ranges = [
-            Range(item.start, item.size, item.large, item.stream, item.pool, item.expandable, item.stack)
-            for item in at_end.ranges
-        ]
+        ranges, blocks = at_end.as_ranges(), at_end.as_blocks()
         self.groups = assign_owners(ranges)
         self.owners = 1 + max((item.owner for item in ranges), default=-1)
         self.ranges = RangeSet(ranges)
-        self.used = {block.address: MapBlock(*_fields(block)) for block in at_end.blocks}
+        self.used = {block.address: block for block in blocks}
         self.used_end = {block.address + block.size: block for block in self.used.values()}
-        self.free: dict[int, tuple[int, Range]] = {
-            start: (size, item) for start, size, item in gaps(MemoryMap(ranges, at_end.blocks))
-        }
+        self.free: dict[int, tuple[int, Range]] = {start: (size, item) for start, size, item in gaps(ranges, blocks)}
         self.starts = sorted(self.free)
-        self.uses: _PageUses | None = None
+        self.uses: PageUses | None = None
         self.rehomed = 0
 
     def undo(self, event: int) -> None:
@@ -93,8 +90,7 @@ class _Backwards:
             self._undo_unmap(event)
 
     def result(self) -> MemoryMap:
-        blocks = [self.used[address] for address in sorted(self.used)]
-        return MemoryMap(list(self.ranges), blocks)
+        return MemoryMap.of(self.ranges, self.used.values())
 
     def _undo_alloc(self, event: int) -> None:
         address = self.events.addr[event]
@@ -222,7 +218,7 @@ class _Backwards:
             if item is not None and item.expandable and item.stream == stream:
                 return item.large
         if self.uses is None:
-            self.uses = _PageUses(events)
+            self.uses = PageUses(self.columns)
         known = self.uses.large_before(event, start, start + size)
         # never used in the window: large pages come in multiples of 20 MiB, small ones of 2 MiB
         return size % self.settings.large_page == 0 if known is None else known
@@ -271,12 +267,11 @@ class _Backwards:
         return self.owners - 1
 
 
-class _PageUses:
+class PageUses:
     """Which pool used an address last before an event: reservations come and go, so the same place can be either's."""
 
     def __init__(self, events: Events) -> None:
-        action = np.array(events.action, np.uint8)
-        addr, size = np.array(events.addr, np.int64), np.array(events.size, np.int64)
+        action, addr, size = events.action, events.addr.view(np.int64), events.size
         maps = np.flatnonzero(action == Action.SEGMENT_MAP)
         self.map_event = maps[np.argsort(addr[maps], kind="stable")]
         self.map_start = addr[self.map_event]
@@ -287,7 +282,8 @@ class _PageUses:
         order = np.argsort(addr[used], kind="stable")
         self.use_event = used[order]
         self.use_start = addr[self.use_event]
-        self.use_large = np.array(events.rounded, np.int64)[self.use_event] > SMALL_REQUEST
+        rounded = round_sizes(size[self.use_event], events.settings.divisions)
+        self.use_large = rounded > SMALL_REQUEST
 
     def large_before(self, event: int, start: int, end: int) -> bool | None:
         """The pool of the last map, allocation or free inside [start, end) before `event`; None if there is none."""
@@ -305,7 +301,3 @@ class _PageUses:
         if latest_use > latest_map:
             return bool(self.use_large[inside][last_use.argmax()])
         return int(self.map_size[near][last_map.argmax()]) != SMALL_SEGMENT
-
-
-def _fields(block: MapBlock) -> tuple[int, int, int, bool, int, int]:
-    return block.address, block.size, block.requested, block.pending, block.stack, block.slack_bound

@@ -6,10 +6,11 @@ What no block covers is free; torch joins neighbouring free blocks, so each gap 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memtrace.allocator.sizes import LARGE_REMAINDER, MIN_BLOCK, AllocatorSettings, round_sizes
 from memtrace.model import BlockState, SnapshotData
@@ -54,15 +55,71 @@ class MapBlock:
     slack_bound: int = 0
 
 
-@dataclass(slots=True)
-class MemoryMap:
-    """Ranges and blocks in use, both sorted by address."""
+RANGE = np.dtype(
+    [
+        ("start", np.uint64),
+        ("size", np.int64),
+        ("stream", np.uint64),
+        ("pool", np.int32),
+        ("stack", np.int32),
+        ("large", np.bool_),
+        ("expandable", np.bool_),
+    ],
+    align=True,
+)
+"""A row of `MemoryMap.ranges`. Both row types are structs of the native kernel, too."""
 
-    ranges: list[Range] = field(default_factory=list)
-    blocks: list[MapBlock] = field(default_factory=list)
+BLOCK = np.dtype(
+    [
+        ("address", np.uint64),
+        ("size", np.int64),
+        ("requested", np.int64),
+        ("slack_bound", np.int64),
+        ("stack", np.int32),
+        ("pending", np.bool_),
+    ],
+    align=True,
+)
+"""A row of `MemoryMap.blocks`."""
+
+Rows = NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMap:
+    """Ranges and blocks in use as rows, both sorted by address; nothing overlaps, and each block lies in a range."""
+
+    ranges: Rows = field(default_factory=lambda: np.zeros(0, RANGE))
+    blocks: Rows = field(default_factory=lambda: np.zeros(0, BLOCK))
 
     def __bool__(self) -> bool:
-        return bool(self.ranges or self.blocks)
+        return bool(len(self.ranges) or len(self.blocks))
+
+    @classmethod
+    def of(cls, ranges: Iterable[Range], blocks: Iterable[MapBlock]) -> MemoryMap:
+        """From objects, the ranges in order of address."""
+        range_rows = [
+            (item.start, item.size, item.stream, item.pool, item.stack, item.large, item.expandable) for item in ranges
+        ]
+        block_rows = [
+            (item.address, item.size, item.requested, item.slack_bound, item.stack, item.pending) for item in blocks
+        ]
+        found = np.array(block_rows, BLOCK)
+        return cls(np.array(range_rows, RANGE), found[np.argsort(found["address"])])
+
+    def as_ranges(self) -> list[Range]:
+        """The ranges as objects to work with."""
+        return [
+            Range(start, size, large, stream, pool, expandable, stack)
+            for start, size, stream, pool, stack, large, expandable in self.ranges.tolist()
+        ]
+
+    def as_blocks(self) -> list[MapBlock]:
+        """The blocks as objects to work with."""
+        return [
+            MapBlock(address, size, requested, pending, stack, slack_bound)
+            for address, size, requested, slack_bound, stack, pending in self.blocks.tolist()
+        ]
 
 
 class RangeSet:
@@ -138,59 +195,53 @@ class RangeSet:
 def map_at_end(data: SnapshotData, device: int) -> MemoryMap:
     """The memory map in the file: the state when the snapshot was taken. Without `requested`: the block size."""
     segments, blocks = data.segments, data.blocks
-    result = MemoryMap()
-    for row in np.flatnonzero(segments.device == device).tolist():
-        result.ranges.append(
-            Range(
-                start=int(segments.address[row]),
-                size=int(segments.size[row]),
-                large=bool(segments.large[row]),
-                stream=int(segments.stream[row]),
-                pool=int(segments.pool[row]),
-                expandable=bool(segments.expandable[row]),
-                stack=int(segments.stack[row]),
-            )
-        )
-        first, last = int(segments.first_block[row]), int(segments.first_block[row + 1])
-        for index in (np.flatnonzero(blocks.state[first:last] != BlockState.INACTIVE) + first).tolist():
-            size, requested = int(blocks.size[index]), int(blocks.requested[index])
-            result.blocks.append(
-                MapBlock(
-                    address=int(blocks.address[index]),
-                    size=size,
-                    requested=size if requested == REQUEST_UNKNOWN else requested,
-                    pending=int(blocks.state[index]) == BlockState.PENDING,
-                    stack=int(blocks.stack[index]),
-                )
-            )
-    return result
+    here = segments.device == device
+    ranges = np.zeros(int(np.count_nonzero(here)), RANGE)
+    for name in ("size", "stream", "pool", "stack", "large", "expandable"):
+        ranges[name] = getattr(segments, name)[here]
+    ranges["start"] = segments.address[here]
+    rows = np.flatnonzero(np.repeat(here, np.diff(segments.first_block)) & (blocks.state != BlockState.INACTIVE))
+    used = np.zeros(len(rows), BLOCK)
+    for name in ("address", "size", "stack"):
+        used[name] = getattr(blocks, name)[rows]
+    requested = blocks.requested[rows]
+    used["requested"] = np.where(requested == REQUEST_UNKNOWN, used["size"], requested)
+    used["pending"] = blocks.state[rows] == BlockState.PENDING
+    return MemoryMap(ranges, used)
 
 
 @dataclass(frozen=True, slots=True)
 class PrivatePools:
-    """What the final map tells of private pools: whose a segment is (by address), and which pools never split blocks
+    """What the final map tells of private pools: whose a segment is (by its start), and which pools never split blocks
     (`MemPool(no_split=True)`, torch >= 2.10: nowhere said, so by what the blocks show)."""
 
-    of_segment: dict[int, int]
+    segment_start: NDArray[np.uint64]
+    segment_pool: NDArray[np.int32]
     unsplit: frozenset[int]
 
     @classmethod
     def of(cls, at_end: MemoryMap, settings: AllocatorSettings) -> PrivatePools:
         """Pool 0, the default one, always splits."""
-        of_segment = {item.start: item.pool for item in at_end.ranges if not item.expandable}
-        by_pool: dict[int, list[tuple[Range, MapBlock]]] = {}
-        ranges = RangeSet(at_end.ranges)
-        for block in at_end.blocks:
-            home = ranges.containing(block.address)
-            if home is not None and home.pool > 0 and not home.expandable:
-                by_pool.setdefault(home.pool, []).append((home, block))
-        unsplit = {
-            pool
-            for pool, pairs in by_pool.items()
-            if all(block.size == home.size for home, block in pairs)
-            and any(_would_split(home, block, settings) for home, block in pairs)
-        }
-        return cls(of_segment, frozenset(unsplit))
+        plain = at_end.ranges[~at_end.ranges["expandable"]]
+        home = at_end.ranges[np.searchsorted(at_end.ranges["start"], at_end.blocks["address"], side="right") - 1]
+        private = (home["pool"] > 0) & ~home["expandable"]
+        home, blocks = home[private], at_end.blocks[private]
+        filled = blocks["size"] == home["size"]
+        pools = set(home["pool"][_would_split(home, blocks, settings)].tolist())
+        return cls(
+            np.ascontiguousarray(plain["start"]),
+            np.ascontiguousarray(plain["pool"]),
+            frozenset(pools - set(home["pool"][~filled].tolist())),
+        )
+
+    @classmethod
+    def none(cls) -> PrivatePools:
+        """Nothing is known."""
+        return cls.of(MemoryMap(), AllocatorSettings())
+
+    def of_segments(self) -> dict[int, int]:
+        """Start of a segment -> its pool."""
+        return dict(zip(self.segment_start.tolist(), self.segment_pool.tolist(), strict=True))
 
 
 def splits_finely(item: Range, settings: AllocatorSettings) -> bool:
@@ -200,12 +251,16 @@ def splits_finely(item: Range, settings: AllocatorSettings) -> bool:
     return settings.expandable and (item.pool == 0 or not settings.custom_pools_split_plainly)
 
 
-def _would_split(home: Range, block: MapBlock, settings: AllocatorSettings) -> bool:
-    rounded = int(round_sizes(np.array([block.requested], np.int64), settings.divisions)[0])
-    rest = home.size - rounded
-    if splits_finely(home, settings):
-        return rest >= MIN_BLOCK
-    return rounded < settings.max_split_size and rest > LARGE_REMAINDER
+def _would_split(home: Rows, blocks: Rows, settings: AllocatorSettings) -> NDArray[np.bool_]:
+    """Which blocks leave so much of their segment (`home`, a row each) that it would be split off: all are cudaMalloc's
+    and of a pool of the program's."""
+    rounded = round_sizes(blocks["requested"], settings.divisions)
+    rest = home["size"] - rounded
+    fine = ~home["large"] | (settings.expandable and not settings.custom_pools_split_plainly)
+    split: NDArray[np.bool_] = np.where(
+        fine, rest >= MIN_BLOCK, (rounded < settings.max_split_size) & (rest > LARGE_REMAINDER)
+    )
+    return split
 
 
 def assign_owners(ranges: list[Range]) -> dict[tuple[bool, int], int]:
@@ -225,11 +280,11 @@ def assign_owners(ranges: list[Range]) -> dict[tuple[bool, int], int]:
     return groups
 
 
-def gaps(memory: MemoryMap) -> Iterator[tuple[int, int, Range]]:
+def gaps(ranges: Iterable[Range], used: Iterable[MapBlock]) -> Iterator[tuple[int, int, Range]]:
     """The free blocks: (address, size, range), in order of address."""
-    blocks = iter(memory.blocks)
+    blocks = iter(used)
     block = next(blocks, None)
-    for item in memory.ranges:
+    for item in ranges:
         cursor = item.start
         while block is not None and block.address < item.end:
             if block.address > cursor:

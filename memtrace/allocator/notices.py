@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from memtrace.allocator.result import Replay
 from memtrace.model import Action, Notice, SnapshotData, Trace
 from memtrace.units import format_bytes, plural
@@ -70,9 +68,8 @@ def _skipped(trace: Trace, replay: Replay) -> Notice | None:
     """Kinds of events that must have happened and are nowhere in the trace (skip_actions, torch 2.11)."""
     if len(trace) <= 1:
         return None
-    counts = np.bincount(trace.action, minlength=len(Action))
     kinds = (Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED)
-    missing = [kind.name.lower() for kind in kinds if not counts[kind]]
+    missing = [kind.name.lower() for kind in kinds if not (trace.action == kind).any()]
     born_and_freed = bool(((replay.lifetimes.born >= 0) & (replay.lifetimes.died < replay.events)).any())
     if not missing or (len(missing) < len(kinds) and not born_and_freed and not replay.conflicts):
         return None

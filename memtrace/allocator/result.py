@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrace.allocator.logs import ChangeLog, Run
-from memtrace.allocator.memory_map import MemoryMap
 from memtrace.allocator.sizes import AllocatorSettings
 from memtrace.model import Notice
 from memtrace.model.frozen import FrozenColumns
@@ -72,8 +70,8 @@ class Spans(FrozenColumns):
 class Changes(FrozenColumns):
     """Changes of a count and of bytes at events (-1: the state before), in the large pool or the small."""
 
-    event: NDArray[np.int64]
-    count: NDArray[np.int64]
+    event: NDArray[np.int32]
+    count: NDArray[np.int8]
     bytes: NDArray[np.int64]
     large: NDArray[np.bool_]
 
@@ -118,55 +116,3 @@ class Replay:
     def noting(self, notices: tuple[Notice, ...]) -> Replay:
         """The same replay with these notices."""
         return replace(self, notices=notices)
-
-
-def lifetimes_of(run: Run) -> Lifetimes:
-    """The blocks of a run as columns, in order of birth."""
-    log = run.blocks
-    owner = np.array(log.owner, np.int64)
-    large = np.array(run.owner_large, np.bool_)
-    span = np.array(run.owner_span, np.int32)
-    return Lifetimes(
-        address=np.array(log.address, np.uint64),
-        size=np.array(log.size, np.int64),
-        requested=np.array(log.requested, np.int64),
-        born=np.array(log.born, np.int64),
-        freed=np.array(log.freed, np.int64),
-        died=np.array(log.died, np.int64),
-        stack=np.array(log.stack, np.int32),
-        stream=np.array(log.stream, np.uint64),
-        large=large[owner] if len(owner) else np.zeros(0, np.bool_),
-        span=span[owner] if len(owner) else np.zeros(0, np.int32),
-        slack_bound=np.array(log.slack_bound, np.int64),
-    )
-
-
-def spans_of(run: Run, at_end: MemoryMap, still: int) -> Spans:
-    """The spans of a run; where no event said which private pool, the final map does for those that live to the end."""
-    log = run.spans
-    pool = list(log.pool)
-    final_pool = {item.start: item.pool for item in at_end.ranges}
-    for index, died in enumerate(log.died):
-        if pool[index] < 0 and died == still:
-            pool[index] = final_pool.get(log.address[index], pool[index])
-    return Spans(
-        address=np.array(log.address, np.uint64),
-        size=np.array(log.size, np.int64),
-        large=np.array(log.large, np.bool_),
-        stream=np.array(log.stream, np.uint64),
-        pool=np.array(pool, np.int32),
-        expandable=np.array(log.expandable, np.bool_),
-        stack=np.array(log.stack, np.int32),
-        born=np.array(log.born, np.int64),
-        died=np.array(log.died, np.int64),
-    )
-
-
-def changes_of(log: ChangeLog) -> Changes:
-    """A change log as columns."""
-    return Changes(
-        np.array(log.event, np.int64),
-        np.array(log.count, np.int64),
-        np.array(log.bytes, np.int64),
-        np.array(log.large, np.bool_),
-    )

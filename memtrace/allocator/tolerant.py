@@ -8,13 +8,25 @@ event that does not fit counts as a conflict. Memory in no known segment is its 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+import numpy as np
 
 from memtrace.allocator.logs import BEFORE, BlockLog, ChangeLog, Run, SpanLog
-from memtrace.allocator.memory_map import MemoryMap, Range, RangeSet
+from memtrace.allocator.memory_map import UNKNOWN_POOL, MemoryMap, Range, RangeSet
 from memtrace.allocator.sizes import SMALL_REQUEST, SMALL_SEGMENT
 from memtrace.allocator.stream import FREE, Events
 from memtrace.model import Action
 from memtrace.model.stacks import NOT_RECORDED
+
+REASONS = (
+    _NOT_IN_USE := "a block is freed that is not in use",
+    _NOT_SEEN_ALLOCATED := "a block is freed whose allocation is not in the trace",
+    _STILL_IN_USE := "memory is handed out that is still in use",
+    _SEGMENT_IN_THE_WAY := "a segment is made where another one lies",
+    _SEGMENT_NOT_THERE := "a segment is released that is not there",
+)
+"""Why an event does not fit. The native kernel numbers them in this order."""
 
 _MADE = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 _GONE = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
@@ -30,7 +42,7 @@ def replay_trace_alone(events: Events) -> tuple[Run, list[tuple[int, str]]]:
 
 class _Walk:
     def __init__(self, events: Events) -> None:
-        self.events = events
+        self.events = events.lists
         self.still = len(events)
         self.conflicts: list[tuple[int, str]] = []
         self.blocks, self.spans, self.segments = BlockLog(), SpanLog(), ChangeLog()
@@ -68,12 +80,17 @@ class _Walk:
 
     def finish(self) -> Run:
         """Owners are one per block here: each block knows its own pool and segment."""
-        count = len(self.blocks.address)
-        self.blocks.owner[:] = range(count)
+        self.blocks.owner[:] = range(len(self.blocks.address))
         return Run(
-            self.blocks, self.spans, ChangeLog(), self.segments, self.large_of_block, self.span_of_block,
-            MemoryMap(), {},
-        )  # fmt: skip
+            blocks=self.blocks.columns(),
+            spans=self.spans.columns(),
+            splits=ChangeLog().columns(),
+            segments=self.segments.columns(),
+            owner_large=np.array(self.large_of_block, np.bool_),
+            owner_span=np.array(self.span_of_block, np.int32),
+            at_end=MemoryMap(),
+            born_at_end=np.zeros(0, np.int64),
+        )
 
     def _complete(self, event: int, address: int) -> None:
         block = self.pending.pop(address, None)
@@ -93,11 +110,11 @@ class _Walk:
         """A block that is freed and was not seen allocated: from before the recording, unless memory says otherwise."""
         address, size = self.events.addr[event], self.events.rounded[event]
         if self._is_used(address, size):
-            self.conflicts.append((event, "a block is freed that is not in use"))
+            self.conflicts.append((event, _NOT_IN_USE))
             return None
         born = self.uses.latest(address, address + size)
         if born > BEFORE:  # another block, or no memory, was here before: the allocation came later and is missing
-            self.conflicts.append((event, "a block is freed whose allocation is not in the trace"))
+            self.conflicts.append((event, _NOT_SEEN_ALLOCATED))
         return self._begin(event, born, NOT_RECORDED)
 
     def _begin(self, event: int, born: int, stack: int) -> int:
@@ -164,7 +181,7 @@ class _Walk:
 
     def _end_overlapped(self, event: int, address: int, size: int) -> None:
         for start in self._overlapped(address, size):
-            self.conflicts.append((event, "memory is handed out that is still in use"))
+            self.conflicts.append((event, _STILL_IN_USE))
             block = self.live.pop(start, None)
             if block is not None:
                 self.blocks.freed[block] = event
@@ -174,10 +191,14 @@ class _Walk:
 
     def _make_range(self, event: int, address: int, size: int) -> None:
         if size == 0 or not self.ranges.is_clear(address, size):
-            self.conflicts.append((event, "a segment is made where another one lies"))
+            self.conflicts.append((event, _SEGMENT_IN_THE_WAY))
             return
         self._end_overlapped(event, address, size)
-        self._add_range(_range_of(self.events, event), event)
+        events = self.events
+        item = _range(
+            events.action[event], address, size, events.stream[event], events.pool_of(event), events.stack[event]
+        )
+        self._add_range(item, event)
 
     def _add_range(self, item: Range, event: int) -> None:
         if item.expandable:
@@ -196,7 +217,7 @@ class _Walk:
         item = self.ranges.containing(address)
         whole = item is not None and (item.expandable or (item.start, item.size) == (address, size))
         if item is None or not whole or size == 0 or address + size > item.end:
-            self.conflicts.append((event, "a segment is released that is not there"))
+            self.conflicts.append((event, _SEGMENT_NOT_THERE))
             return
         self._end_overlapped(event, address, size)
         self.spans.died[item.span] = event
@@ -242,26 +263,32 @@ class _LastUses:
         return self.starts[first : bisect_left(self.starts, end)]
 
 
-def _range_of(events: Events, event: int) -> Range:
-    expandable = events.action[event] in (Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
-    size = events.size[event]
-    return Range(
-        events.addr[event], size, size != SMALL_SEGMENT, events.stream[event], events.pool_of(event), expandable,
-        events.stack[event] if events.action[event] in _MADE else NOT_RECORDED,
-    )  # fmt: skip
+def _range(action: int, address: int, size: int, stream: int, pool: int, stack: int) -> Range:
+    expandable = action in (Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
+    return Range(address, size, size != SMALL_SEGMENT, stream, pool, expandable, stack)
 
 
 def _ranges_before(events: Events) -> list[Range]:
     """Segments that are released without having been made in the recording: they were there before it."""
     made, before = RangeSet([]), RangeSet([])
-    for event, action in enumerate(events.action):
-        address, size = events.addr[event], events.size[event]
-        if action in _MADE and size and made.is_clear(address, size):
-            made.add(_range_of(events, event))
-        elif action in _GONE and size:
-            inside = made.containing(address)
-            if inside is not None and address + size <= inside.end:
-                made.cut(inside, address, size)
-            elif made.is_clear(address, size) and before.is_clear(address, size):
-                before.add(_range_of(events, event))
+    for item, is_made in _segment_events(events):
+        if is_made:
+            if item.size and made.is_clear(item.start, item.size):
+                made.add(item)
+        elif item.size:
+            inside = made.containing(item.start)
+            if inside is not None and item.end <= inside.end:
+                made.cut(inside, item.start, item.size)
+            elif made.is_clear(item.start, item.size) and before.is_clear(item.start, item.size):
+                before.add(item)
     return list(before)
+
+
+def _segment_events(events: Events) -> Iterator[tuple[Range, bool]]:
+    """The range of each segment event, and whether it was made then."""
+    rows = np.flatnonzero((events.action >= Action.SEGMENT_ALLOC) & (events.action <= Action.SEGMENT_UNMAP))
+    pool = np.full(len(rows), UNKNOWN_POOL) if events.pool is None else events.pool[rows]
+    columns = (events.action[rows], events.addr[rows], events.size[rows], events.stream[rows], pool, events.stack[rows])
+    for action, address, size, stream, where, stack in zip(*(column.tolist() for column in columns), strict=True):
+        is_made = action in _MADE
+        yield _range(action, address, size, stream, where, stack if is_made else NOT_RECORDED), is_made

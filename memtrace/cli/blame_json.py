@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memtrace.analysis.blame import Blame, Row
-from memtrace.analysis.tree import ROOT, CallTree, call_tree, children
 from memtrace.api import Snapshot
 from memtrace.cli import output
 from memtrace.model import Frame, Notice
+
+if TYPE_CHECKING:
+    from memtrace.analysis.tree import CallTree
 
 
 def write(opened: Snapshot, answer: Blame, notices: Iterable[Notice]) -> None:
@@ -28,6 +30,8 @@ def write(opened: Snapshot, answer: Blame, notices: Iterable[Notice]) -> None:
         "rows": (_json_row(answer, row) for row in answer.rows),
     }
     if answer.by == "tree":
+        from memtrace.analysis.tree import call_tree
+
         tree = call_tree(answer)
         data["dominator"] = _json_frame(tree.dominator)
         data["heaviest_path"] = [_json_frame(frame) for frame in tree.heaviest]
@@ -73,6 +77,8 @@ def _json_frame(frame: Frame | None) -> dict[str, Any] | None:
 
 def _tree_fragments(tree: CallTree) -> Iterator[str]:
     """The nested nodes as JSON text, without recursion: stacks can be deeper than a recursive encoder bears."""
+    from memtrace.analysis.tree import ROOT, children
+
     stack: list[tuple[int, bool] | None] = [(ROOT, True)]
     while stack:
         item = stack.pop()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from memtrace.analysis.blame import Blame, Row
 from memtrace.analysis.frames import display_frame, is_plumbing, library_path, own_frames, short_path
-from memtrace.analysis.tree import ROOT, CallTree, call_tree, children
 from memtrace.api import Snapshot
 from memtrace.attribution import REASON_TEXT, Reason
 from memtrace.cli.options import Common
@@ -15,6 +15,9 @@ from memtrace.cli.output import Column, Page
 from memtrace.model import Action
 from memtrace.text import printable
 from memtrace.units import format_bytes, format_seconds, in_unit, plural, unit_of
+
+if TYPE_CHECKING:
+    from memtrace.analysis.tree import CallTree
 
 _OWN_FRAMES = 3
 _LIBRARY_FRAMES = 3
@@ -192,6 +195,8 @@ class Report:
         return f"= torch.cuda.{name}, to the byte"
 
     def _tree(self) -> None:
+        from memtrace.analysis.tree import call_tree
+
         tree = call_tree(self.answer)
         rows = [
             [self._size(size), self._share(size), "  " * min(depth, _DEEPEST_INDENT) + text]
@@ -247,6 +252,8 @@ class Report:
 
 def _tree_lines(tree: CallTree, top: int, every: bool) -> Iterator[tuple[int, int, str]]:
     """(bytes, depth, text) of the branches worth a line. A chain of calls that all pass the same bytes is one line."""
+    from memtrace.analysis.tree import ROOT, children
+
     graph = tree.graph
     least = 0 if every else graph.nodes[ROOT]["bytes"] * _TREE_SHARE
     stack: list[tuple[int, int, int, str]] = []

@@ -57,7 +57,7 @@ def guarded(command: click.Command) -> int:
         return ExitCode.USAGE
     except (KeyboardInterrupt, click.Abort):
         return ExitCode.INTERRUPTED
-    except _ReaderGoneError:
+    except ReaderGoneError:
         _forget_stdout()
         return ExitCode.FINE
     except Exception as error:  # noqa: BLE001 - the last line of defence: a bug of ours, said as such
@@ -76,7 +76,7 @@ class OutputError(Exception):
     """Standard output refused what was written."""
 
 
-class _ReaderGoneError(Exception):
+class ReaderGoneError(Exception):
     """The reader has seen enough (`| head`). No BrokenPipeError, which click would turn into exit code 1."""
 
 
@@ -84,7 +84,7 @@ def _checked(call: Callable[[], Result]) -> Result:
     try:
         return call()
     except BrokenPipeError:
-        raise _ReaderGoneError from None
+        raise ReaderGoneError from None
     except OSError as error:
         raise OutputError(error.strerror or str(error)) from error
 
@@ -96,7 +96,7 @@ class _Guarded:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes, or raises OutputError or _ReaderGoneError."""
+        """Writes, or raises OutputError or ReaderGoneError."""
         return _checked(lambda: self._stream.write(text))
 
     def flush(self) -> None:

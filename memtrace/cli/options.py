@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from memtrace import paths
 from memtrace.cli import diagnostics
 from memtrace.errors import QuestionError
 from memtrace.units import parse_bytes
+
+if TYPE_CHECKING:
+    from memtrace.api import Snapshot
 
 Command = Callable[..., Any]
 
@@ -30,15 +37,33 @@ def _size(_context: click.Context, _parameter: click.Parameter, value: str | Non
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """The shared options of one call."""
+    """The shared options of one call, and the snapshots it opened."""
 
     json: bool
     units: str
     color: str
     quiet: bool
     progress: bool
+    no_cache: bool
     max_size: int | None
     rank: int | None
+    opened: list[Snapshot] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def remembering(self) -> Iterator[None]:
+        """What was read is remembered when the answer is out: nobody waits for it, and an error keeps nothing."""
+        try:
+            yield
+            sys.stdout.flush()
+        except diagnostics.ReaderGoneError:  # `| head` has seen what it wanted, and may ask again
+            self._remember()
+            raise
+        self._remember()
+
+    def _remember(self) -> None:
+        with contextlib.suppress(KeyboardInterrupt):  # whoever has the answer need not wait for this
+            for snapshot in self.opened:
+                snapshot.remember()
 
 
 def common(command: Command) -> Command:
@@ -46,10 +71,11 @@ def common(command: Command) -> Command:
 
     @functools.wraps(command)  # with the options the command has already
     def wrapped(**options: Any) -> Any:
-        names = ("json", "units", "color", "quiet", "progress", "max_size", "rank")
+        names = ("json", "units", "color", "quiet", "progress", "no_cache", "max_size", "rank")
         shared = Common(**{name: options.pop(name) for name in names})
         options.pop("verbose")
-        return command(common=shared, **options)
+        with shared.remembering():
+            return command(common=shared, **options)
 
     options = (
         click.option(
@@ -76,6 +102,7 @@ def common(command: Command) -> Command:
             help="Colour (default: on a terminal, unless NO_COLOR is set).",
         ),
         click.option("--progress/--no-progress", default=True, help="A progress bar on a terminal for slow reads."),
+        click.option("--no-cache", is_flag=True, help="Read the file itself; leave the cache alone."),
         click.option("-q", "--quiet", is_flag=True, help="No notes or warnings on stderr."),
         click.option("-v", "--verbose", is_flag=True, help="Show the traceback of an internal error."),
     )
@@ -98,19 +125,55 @@ def device_option(command: Command) -> Command:
 
 def open_snapshot(path: str | None, shared: Common) -> Any:
     """The named snapshot, or the newest recording (said on stderr with its age). Returns a `memtrace.Snapshot`."""
-    from memtrace.api import load
-    from memtrace.io import recording
-    from memtrace.io.source import DEFAULT_MAX_BYTES
+    with _starting():
+        from memtrace.api import load
 
-    max_bytes = DEFAULT_MAX_BYTES if shared.max_size is None else shared.max_size
-    chosen: str | Path = path if path is not None else recording.newest()
     with diagnostics.progress("reading", enabled=shared.progress and not shared.quiet) as progress:
-        snapshot = load(chosen, rank=shared.rank, max_bytes=max_bytes, progress=progress)
+        snapshot = load(
+            _newest() if path is None else path,
+            rank=shared.rank,
+            max_bytes=shared.max_size,
+            progress=progress,
+            cache=not shared.no_cache,
+        )
+    shared.opened.append(snapshot)
+    if snapshot.was_read and not shared.quiet:
+        _say_if_slow()
     source = snapshot.recording
     if source is not None and not shared.quiet:
         when = f", {_age(source.path)} old" if path is None else ""
         diagnostics.note(f"using rank {source.rank}: {source.path}{when}")
     return snapshot
+
+
+def _say_if_slow() -> None:
+    from memtrace.allocator.kernel import HAS_NATIVE
+    from memtrace.io.read import NATIVE
+
+    if not (NATIVE and HAS_NATIVE):
+        diagnostics.note("installed without a C compiler: the same answers, large files take 10 times as long")
+
+
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    """Around the first import of numpy and of what stands on it, which is most of the time of an answer from the cache.
+
+    The collector finds nothing in modules; numpy's BLAS would start a thread a core, for matrices that never come.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with paths.environment_with("OPENBLAS_NUM_THREADS", "1"):
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _newest() -> Path:
+    from memtrace.io import recording
+
+    return recording.newest()
 
 
 def choose_device(snapshot: Any, device: int | None, shared: Common) -> int:

@@ -13,7 +13,7 @@ In order: `_decode_tables.pxi` what is interned, `_decode_values.pxi` the stack,
 """
 
 from libc.stdlib cimport free, malloc, realloc
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memmove, memset
 from cpython.buffer cimport PyBuffer_FillInfo
 
@@ -81,11 +81,24 @@ class Opaque:
 OPAQUE = Opaque()
 
 
-class Stack(int):
-    """A list of frames, by its number."""
+class Numbered:
+    """A list that became a number. No `int`: nobody shall take one for a number of the file."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __eq__(self, other):
+        return type(self) is type(other) and self.number == other.number
+
+    def __hash__(self):
+        return hash(self.number)
 
 
-class Texts(int):
+class Stack(Numbered):
+    """A list of frames, by its number; 0 is the empty list."""
+
+
+class Texts(Numbered):
     """A list of texts, by its number."""
 
 

@@ -5,6 +5,8 @@ cdef enum:
     HAS_ADDR = 2
     HAS_SIZE = 4
     HAS_TIME = 8
+    BAD_ITEM = 16  # << the key's word: its value is none that torch writes (a later one of the same key counts)
+    ANY_BAD = 0xFFF0
 
 cdef enum:
     SEGMENT_UNMAP = 6
@@ -29,7 +31,7 @@ cdef bint grow_rows(Machine* m) noexcept nogil:
     if not grow(<void**>&m.action, &held, room, 1):
         return False
     held = m.rows_capacity
-    if not grow(<void**>&m.mask, &held, room, 1):
+    if not grow(<void**>&m.mask, &held, room, 2):
         return False
     held = m.rows_capacity
     if not grow(<void**>&m.addr, &held, room, 8):
@@ -113,6 +115,14 @@ cdef bint bad_event(Machine* m, uint64_t row, int word) noexcept nogil:
     return fail(m, BAD_EVENT)
 
 
+cdef inline void note(Machine* m, uint64_t row, int word, bint good, int has) noexcept nogil:
+    """What became of an item: as with any dict, the last one of a key counts."""
+    if good:
+        m.mask[row] = (m.mask[row] & ~(BAD_ITEM << word)) | has
+    else:
+        m.mask[row] |= BAD_ITEM << word
+
+
 cdef bint fill_event(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
     cdef uint64_t slot
     target.count += <uint32_t>((m.height - first) // 2)
@@ -130,28 +140,21 @@ cdef inline bint set_item(Machine* m, uint64_t row, uint32_t key, const Cell* va
         return False
     m.key_seen[key] = 1
     if key == W_ADDR:
-        if value.tag != INTEGER or <int64_t>value.value < 0:
-            return bad_event(m, row, key)
         m.addr[row] = value.value
-        m.mask[row] |= HAS_ADDR
+        note(m, row, key, is_count(value), HAS_ADDR)
     elif key == W_SIZE:
-        if value.tag != INTEGER or <int64_t>value.value < 0:
-            return bad_event(m, row, key)
         m.size[row] = <int64_t>value.value
-        m.mask[row] |= HAS_SIZE
+        note(m, row, key, is_count(value), HAS_SIZE)
     elif key == W_STREAM:
-        if value.tag != INTEGER or <int64_t>value.value < 0:
-            return bad_event(m, row, key)
         m.stream[row] = value.value
+        note(m, row, key, is_count(value), 0)
     elif key == W_TIME:
         return set_time(m, row, value)
     elif key == W_FRAMES:
-        if value.tag == STACK:
-            m.stack_id[row] = <int32_t>value.value
-        elif value.tag == NONE:
-            m.stack_id[row] = -1
-        else:
-            return bad_event(m, row, key)
+        if height_of(value) > 2:
+            return fail(m, MISPLACED)
+        m.stack_id[row] = <int32_t>value.value if value.tag == STACK else -1
+        note(m, row, key, value.tag == STACK or value.tag == NONE, 0)
     elif key == W_ACTION:
         return set_action(m, row, value)
     elif key == W_CONTEXT:
@@ -167,6 +170,11 @@ cdef inline bint set_item(Machine* m, uint64_t row, uint32_t key, const Cell* va
     return True
 
 
+cdef inline bint is_count(const Cell* value) noexcept nogil:
+    """An integer in [0, 2^63)."""
+    return value.tag == INTEGER and <int64_t>value.value >= 0
+
+
 cdef bint see_key(Machine* m, uint32_t key) noexcept nogil:
     cdef size_t before = m.key_seen_capacity
     if not grow(<void**>&m.key_seen, &m.key_seen_capacity, <size_t>key + 1, 1):
@@ -176,23 +184,21 @@ cdef bint see_key(Machine* m, uint32_t key) noexcept nogil:
 
 
 cdef bint set_time(Machine* m, uint64_t row, const Cell* value) noexcept nogil:
-    if value.tag != INTEGER or <int64_t>value.value < 0:
-        return bad_event(m, row, W_TIME)
     if not m.has_time:
         if not add_column(m, <void**>&m.time, 8, 0):
             return False
         m.has_time = True
     m.time[row] = <int64_t>value.value
-    m.mask[row] |= HAS_TIME
+    note(m, row, W_TIME, is_count(value), HAS_TIME)
     m.traces[m.trace_count - 1].time_seen = True
     return True
 
 
 cdef bint set_action(Machine* m, uint64_t row, const Cell* value) noexcept nogil:
     cdef uint32_t index
+    note(m, row, W_ACTION, value.tag == TEXT, HAS_ACTION)
     if value.tag != TEXT:
-        return bad_event(m, row, W_ACTION)
-    m.mask[row] |= HAS_ACTION
+        return True
     if W_ACTIONS <= value.value < W_ACTIONS + KNOWN_ACTIONS:
         m.action[row] = <uint8_t>(value.value - W_ACTIONS)
         return True
@@ -213,8 +219,7 @@ cdef bint set_action(Machine* m, uint64_t row, const Cell* value) noexcept nogil
 cdef bint set_text(Machine* m, uint64_t row, uint32_t key, const Cell* value) noexcept nogil:
     """`compile_context` or `user_metadata`; a column is only made when one says something."""
     cdef bint says = value.tag == TEXT and value.value != W_EMPTY and not (key == W_CONTEXT and value.value == W_NA)
-    if value.tag != TEXT and value.tag != NONE:
-        return bad_event(m, row, key)
+    note(m, row, key, value.tag == TEXT or value.tag == NONE, 0)
     if key == W_CONTEXT:
         if not m.has_context:
             if not says:
@@ -235,8 +240,7 @@ cdef bint set_text(Machine* m, uint64_t row, uint32_t key, const Cell* value) no
 
 
 cdef bint set_pool(Machine* m, uint64_t row, const Cell* value) noexcept nogil:
-    if value.tag != PAIR and value.tag != NONE:
-        return bad_event(m, row, W_POOL)
+    note(m, row, W_POOL, value.tag == PAIR or value.tag == NONE, 0)
     m.traces[m.trace_count - 1].pool_seen = True
     if not m.has_pool:
         if not add_column(m, <void**>&m.pool, 4, 0xFF):
@@ -250,11 +254,8 @@ cdef bint set_extra(Machine* m, uint64_t row, uint32_t key, const Cell* value) n
     """`device_free` (a number) or `cpp_frames` (a list of texts). The last one of an event counts."""
     cdef Extra* extra
     if key == W_CPP:
-        if value.tag == NONE or (value.tag == STACK and value.value == 0):
-            pass
-        elif value.tag != TEXTS:
-            return bad_event(m, row, key)
-    elif value.tag >= EVENT:
+        note(m, row, key, value.tag == TEXTS or value.tag == NONE or (value.tag == STACK and value.value == 0), 0)
+    if value.tag >= EVENT:
         return fail(m, MISPLACED)
     if not grow(<void**>&m.extras, &m.extras_capacity, m.extra_count + 1, sizeof(Extra)):
         return fail(m, NO_MEMORY)
@@ -280,8 +281,13 @@ cdef bint fill_trace(Machine* m, uint64_t first) noexcept nogil:
 cdef inline bint end_event(Machine* m, TraceRange* trace) noexcept nogil:
     """The next row of a trace is whole: what an event of its kind must say is there."""
     cdef uint64_t row = trace.end
-    cdef uint8_t mask = m.mask[row]
+    cdef uint16_t mask = m.mask[row]
     cdef uint8_t action
+    cdef int word
+    if mask & ANY_BAD:
+        for word in range(W_CPP + 1):
+            if mask & BAD_ITEM << word:
+                return bad_event(m, row, word)
     if not mask & HAS_ACTION:
         return bad_event(m, row, W_ACTION)
     action = m.action[row]

@@ -170,7 +170,7 @@ cdef struct Machine:
     Secret secret
 
     uint8_t* action
-    uint8_t* mask
+    uint16_t* mask
     uint64_t* addr
     int64_t* size
     uint64_t* stream
@@ -703,6 +703,8 @@ cdef bint fill_node(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
             if item == OTHER or item != item_role(target.role):
                 return fail(m, MISPLACED)
         elif (slot - first) % 2:
+            if m.stack[slot - 1].value == W_FRAMES and target.role != TOP and height_of(cell) > 2:
+                return fail(m, MISPLACED)
             # under a key of a role only what was made there
             wanted = role_below(target.role, m.stack[slot - 1].value, False)
             if wanted == OTHER:

@@ -122,8 +122,6 @@ class Interner:
     def _frame(self, frame: object, where: str) -> int:
         if type(frame) is not dict:
             raise NotASnapshotError(f"{where}: a frame is {_kind(frame)}, expected a dict")
-        if any(isinstance(value, (dict, list, tuple)) for value in frame.values()):
-            raise NotASnapshotError(f"{where}: a frame holds lists or dicts")
         filename, line, name = frame.get("filename", ""), frame.get("line", 0), frame.get("name", "")
         if type(filename) is not str or type(name) is not str or type(line) is not int:
             raise NotASnapshotError(f"{where}: a frame needs text for filename and name and an integer line")

@@ -213,10 +213,12 @@ class _Numbers:
         return self._strings.setdefault(text, len(self._strings))
 
     def stacks(self, frames: Sequence[object], where: str, cpp_frames: Sequence[object] | None = None) -> Ids:
+        ids = np.full(len(frames), NOT_RECORDED, np.int32)
         for index, items in enumerate(frames):
-            if items is not None and type(items) is not _decode.Stack:
+            if isinstance(items, _decode.Stack):
+                ids[index] = items.number
+            elif items is not None:
                 raise NotASnapshotError(f"{where} {index}: frames is not a list of frames")
-        ids = np.fromiter((NOT_RECORDED if items is None else items for items in frames), np.int32, len(frames))
         if cpp_frames is not None:
             for index, names in enumerate(cpp_frames):
                 ids[index] = self.joined(int(ids[index]), names, f"{where} {index}")
@@ -224,13 +226,13 @@ class _Numbers:
 
     def joined(self, stack: int, names: object, where: str) -> int:
         """A stack with the C++ function names of torch 2.0 in front."""
-        if names is None or (isinstance(names, _decode.Stack) and names == 0):
+        if names is None or (isinstance(names, _decode.Stack) and names.number == 0):
             return stack
         if not isinstance(names, _decode.Texts):
             raise NotASnapshotError(f"{where}: cpp_frames is not a list of text")
-        key = stack, int(names)
+        key = stack, names.number
         if key not in self._joined:
-            inner = self._decoder.list_of_texts(names)
+            inner = self._decoder.list_of_texts(names.number)
             self._cpp_frames += len(inner) + (len(self._decoder.stack(stack)) if stack >= 0 else 0)
             if self._cpp_frames > MAX_CPP_FRAMES:
                 raise NotASnapshotError(f"{where}: stacks of more C++ frames than any program has")

@@ -57,6 +57,8 @@ BY_KEY = {
     (Role.SEGMENT, "blocks"): (False, Role.BLOCKS),
     (Role.BLOCK, "history"): (False, Role.HISTORY),
 }
+# Dicts in which `frames` is a stack: a list of dicts that hold no lists or dicts.
+WITH_STACK = frozenset({Role.EVENT, Role.SEGMENT, Role.BLOCK, Role.PAST})
 # What the items of a list with a role are: (is it a dict?, role).
 ITEMS = {
     Role.TRACES: (False, Role.TRACE),

@@ -6,11 +6,11 @@ to its bytes, has string keys only (hashing nested tuples recurses in C), is sha
 
 The walk keeps one byte per value on the unpickler's stack and in its memo, the value's *kind*:
 
-    0           a text short enough to be a dict key
-    1 to 6      one of the texts under which a container has a role
-    7, 8        a number or None, a long text
-    8 + 2h (+1) a list or tuple (a dict) of height h without a role (h = 1: holds scalars only)
-    80 + r      a dict or list of role r
+    0            a text short enough to be a dict key
+    1 to 7       one of the texts under which a container has a role, or a stack stands
+    8, 9         a number or None, a long text
+    10 + 2h (+1) a list or tuple (a dict) of height h without a role (h = 1: holds scalars only)
+    80 + r       a dict or list of role r
 
 A container may change only in the stack slot where it was made, and only until something fetches it from the
 memo. All picklers write so, and it makes heights final and cycles impossible. What a container is (`roles`) follows
@@ -38,16 +38,19 @@ from memtrace.io.roles import (
     MAX_KEYS,
     MAX_TEXT_BYTES,
     SEQUENCE_WEIGHT,
+    WITH_STACK,
     Role,
 )
 from memtrace.units import MiB
 
 SCAN_LIMIT = 8 * MiB  # larger pickles are not walked in Python: that would take longer than loading them
 
-_WORDS = ("device_traces", "segments", "allocator_settings", "external_annotations", "blocks", "history")
+_WORDS = ("device_traces", "segments", "allocator_settings", "external_annotations", "blocks", "history", "frames")
+_FRAMES = 7
 _WORD_KINDS = {word.encode(): kind for kind, word in enumerate(_WORDS, 1)}
 _LAST_WORD = len(_WORDS)
-_SCALAR, _LONG_TEXT, _FLAT = 7, 8, 8
+_SCALAR, _LONG_TEXT, _FLAT = 8, 9, 10
+_DEEPEST_STACK = _FLAT + 2 * 2 + 1
 _WITH_ROLE = 80
 _FETCHED = 128  # flag on a memo entry: the container was fetched and must not change any more
 
@@ -292,6 +295,8 @@ def _role_under(parent: Role, key: int, is_dict: bool) -> Role:
 def _check_values(role: Role, values: bytes) -> None:
     """Refuses containers that stand in a dict with a role under another key than where they belong."""
     for key, kind in zip(values[::2], values[1::2], strict=True):
+        if key == _FRAMES and role in WITH_STACK and kind > _DEEPEST_STACK:
+            raise _Refused("misplaced")
         wanted = _role_under(role, key, False) or _role_under(role, key, True)
         if kind >= _WITH_ROLE:
             # an empty dict of settings can be taken for the home of the table that follows it
@@ -418,9 +423,15 @@ def _text_span(data: bytes, at: int) -> tuple[int, int]:
 def _text_kind(data: bytes, start: int, end: int) -> int:
     if end - start > MAX_TEXT_BYTES:
         raise _Refused("long_text")
-    if end - start > MAX_KEY_BYTES:
-        return _LONG_TEXT
-    return _WORD_KINDS.get(data[start:end], 0)
+    text = data[start:end]
+    if len(text) < end - start:
+        raise IndexError
+    if not text.isascii():
+        try:
+            text.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            raise _Refused("not_utf8") from None
+    return _LONG_TEXT if len(text) > MAX_KEY_BYTES else _WORD_KINDS.get(text, 0)
 
 
 def _named(data: bytes, texts: tuple[tuple[int, int], tuple[int, int]]) -> tuple[str, str]:

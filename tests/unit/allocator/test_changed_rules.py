@@ -154,3 +154,33 @@ def test_settings_that_do_not_explain_the_sizes_are_said() -> None:
     blocks = [(rounded, size, "active_allocated"), (2 * MiB, 2 * MiB, "active_allocated"), (12 * MiB, 0, "inactive")]
     found = run(events, [segment(BASE, 20 * MiB, blocks)])
     assert "settings-changed" in {notice.code for notice in found.notices}
+
+
+def test_pages_unmapped_in_a_late_recording_without_one_kind_of_free() -> None:
+    """Which pool the pages were is looked up in the events, also in those of `skip_actions`."""
+    events = [
+        event("segment_map", BASE, 2 * MiB),
+        event("alloc", BASE, 512),
+        event("free_completed", BASE, 512),
+        event("segment_unmap", BASE, 2 * MiB),
+        event("alloc", BASE + 64 * MiB, 1024),
+    ]
+    late = segment(BASE + 64 * MiB, 2 * MiB, [(1024, 1024, "active_allocated"), (2 * MiB - 1024, 0, "inactive")])
+    found = run(events, [late], expandable_segments=True)
+    assert not found.conflicts
+    assert not found.complete
+    assert series(found, "allocated_bytes").tolist() == [0, 0, 512, 0, 0, 1024]
+
+
+def test_a_mark_that_would_make_a_block_overlap_another_settles_nothing() -> None:
+    """The block could be larger by up to 1 MiB, had there not been another one right behind it."""
+    size = 4 * MiB
+    late = [
+        event("snapshot", 0, 2 * size + MiB // 2),
+        *freed(BASE + size, size),
+        *freed(BASE, size),
+    ]
+    found = run(late, [segment(BASE, 20 * MiB, [(20 * MiB, 0, "inactive")])])
+    blocks = found.lifetimes
+    ends = blocks.address.astype(int) + blocks.size
+    assert not (ends[:-1] > blocks.address.astype(int)[1:]).any()
