@@ -9,7 +9,8 @@ A container knows its *role* from where it is made (`roles`). An event's items g
 names them; of what memtrace does not read, only frames and stacks are kept, because later events may share them.
 
 In order: `_decode_tables.pxi` what is interned, `_decode_values.pxi` the stack, the memo and containers,
-`_decode_rows.pxi` events, `_decode_walk.pxi` the loop over opcodes; here what Python sees.
+`_decode_rows.pxi` events, `_decode_quick.pxi` their usual form, `_decode_walk.pxi` the loop over opcodes; here what
+Python sees.
 """
 
 from libc.stdlib cimport free, malloc, realloc
@@ -35,6 +36,7 @@ cdef extern from "Python.h":
 include "_decode_tables.pxi"
 include "_decode_values.pxi"
 include "_decode_rows.pxi"
+include "_decode_quick.pxi"
 include "_decode_walk.pxi"
 
 

@@ -13,6 +13,7 @@ cdef enum:
     FREE_VALUES = 1000000
     MAX_STACK_FRAMES = 100000
     MAX_DEVICES = 512
+    WIDEST = 16  # no opcode with its operand is longer, texts apart
 
 cdef enum:
     # tags of cells. In the memo:

@@ -5,7 +5,6 @@ cdef enum:
     CHUNK = 1 << 18
     BUFFER = MAX_TEXT_BYTES + 2 * CHUNK
     PADDING = 32  # after the input: what is read there is noticed afterwards
-    WIDEST = 16  # no opcode with its operand is longer, texts apart
 
 cdef struct Input:
     uint8_t* data
@@ -83,7 +82,10 @@ cdef bint walk(Machine* m, Input* source) noexcept nogil:
         elif opcode == 0x28:  # MARK
             done = set_mark(m)
         elif opcode == 0x7D:  # EMPTY_DICT
-            done = make(m, True)
+            next_at = quick_event(m, data, at, end)
+            if next_at == 0:
+                next_at = at + 1
+                done = make(m, True)
         elif opcode == 0x75:  # SETITEMS
             done = take_mark(m, &first) and fill(m, first, True)
         elif opcode == 0x5D:  # EMPTY_LIST
