@@ -133,13 +133,12 @@ cdef uint64_t quick_pool(Machine* m, const uint8_t* data, uint64_t at, Cell* cel
 
 cdef uint64_t quick_text(Machine* m, const uint8_t* data, uint64_t at, uint64_t end, Cell* cell) noexcept nogil:
     """A text that is kept in the memo."""
-    cdef uint32_t count = m.texts.count
     cdef uint64_t length = data[at + 1]
     cdef uint32_t index
-    if at + 2 + length + WIDEST > end or data[at + 2 + length] != 0x94:
+    if at + 2 + length + WIDEST > end or data[at + 2 + length] != 0x94 or not is_utf8(data + at + 2, <size_t>length):
         return 0
     index = intern(&m.texts, data + at + 2, <size_t>length, &m.secret)
-    if index == FULL or (index == count and not is_utf8(data + at + 2, <size_t>length)):
+    if index == FULL:
         return 0
     cell.tag = TEXT
     cell.value = index

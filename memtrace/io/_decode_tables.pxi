@@ -4,6 +4,7 @@ cdef extern from *:
     """
     #include <stdint.h>
     #include <string.h>
+    #define MEMTRACE_HIGH_BITS 0x8080808080808080ULL
     #if defined(_MSC_VER) && defined(_M_X64)
     #include <intrin.h>
     static inline uint64_t memtrace_mix(uint64_t a, uint64_t b) {
@@ -29,6 +30,7 @@ cdef extern from *:
     }
     """
     uint64_t mix "memtrace_mix"(uint64_t a, uint64_t b) noexcept nogil
+    uint64_t HIGH_BITS "MEMTRACE_HIGH_BITS"
     uint64_t load_word "memtrace_load"(const uint8_t* at, size_t count) noexcept nogil
 
 cdef enum:
@@ -166,6 +168,9 @@ cdef bint is_utf8(const uint8_t* text, size_t length) noexcept nogil:
     cdef uint8_t lead, low, high
     cdef size_t more, index
     while at < length:
+        if length - at >= 8 and not load_word(text + at, 8) & HIGH_BITS:
+            at += 8
+            continue
         lead = text[at]
         if lead < 0x80:
             at += 1

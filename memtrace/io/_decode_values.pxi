@@ -693,7 +693,7 @@ cdef bint fill_node(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
     cdef uint64_t slot
     cdef Cell* cell
     cdef uint8_t item, wanted
-    cdef bint with_role
+    cdef uint64_t end
     if target.is_dict:
         if target.count + (m.height - first) > 2 * MAX_KEYS:
             return fail(m, TOO_MANY_KEYS)
@@ -721,8 +721,11 @@ cdef bint fill_node(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
                     return fail(m, SHARED)
             elif wanted != OTHER and height_of(cell):
                 return fail(m, SHARED)
-    if not grow(<void**>&m.open_cells, &m.open_cells_capacity, target.start + target.count + (m.height - first), sizeof(Cell)):
+    if m.height == first:
+        return True
+    end = target.start + target.count
+    if not grow(<void**>&m.open_cells, &m.open_cells_capacity, end + (m.height - first), sizeof(Cell)):
         return fail(m, NO_MEMORY)
-    memcpy(m.open_cells + target.start + target.count, m.stack + first, (m.height - first) * sizeof(Cell))
+    memcpy(m.open_cells + end, m.stack + first, (m.height - first) * sizeof(Cell))
     target.count += <uint32_t>(m.height - first)
     return True

@@ -200,12 +200,12 @@ cdef inline bint push_integer(Machine* m, const uint8_t* data, uint64_t length) 
 
 
 cdef inline bint push_text(Machine* m, Input* source, const uint8_t* text, uint64_t length) noexcept nogil:
-    cdef uint32_t count = m.texts.count
-    cdef uint32_t index = intern(&m.texts, text, <size_t>length, &m.secret)
+    cdef uint32_t index
+    if not is_utf8(text, <size_t>length):
+        return fail(m, NOT_UTF8)
+    index = intern(&m.texts, text, <size_t>length, &m.secret)
     if index == FULL:
         return fail(m, NO_MEMORY)
-    if index == count and not is_utf8(text, <size_t>length):
-        return fail(m, NOT_UTF8)
     source.text_before = source.text
     source.text = index
     return push(m, TEXT, index)
