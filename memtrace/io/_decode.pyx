@@ -9,7 +9,7 @@ A container knows its *role* from where it is made (`roles`). An event's items g
 names them; of what memtrace does not read, only frames and stacks are kept, because later events may share them.
 
 In order: `_decode_tables.pxi` what is interned, `_decode_values.pxi` the stack, the memo and containers,
-`_decode_rows.pxi` events, `_decode_quick.pxi` their usual form, `_decode_walk.pxi` the loop over opcodes; here what
+`_decode_rows.pxi` events, `_decode_blocks.pxi` blocks, `_decode_quick.pxi` their usual form, `_decode_walk.pxi` the loop over opcodes; here what
 Python sees.
 """
 
@@ -36,6 +36,7 @@ cdef extern from "Python.h":
 include "_decode_tables.pxi"
 include "_decode_values.pxi"
 include "_decode_rows.pxi"
+include "_decode_blocks.pxi"
 include "_decode_quick.pxi"
 include "_decode_walk.pxi"
 
@@ -81,6 +82,16 @@ class Opaque:
 
 
 OPAQUE = Opaque()
+BLOCK_MASK = {
+    "says_address": SAYS_ADDRESS,
+    "says_requested": SAYS_REQUESTED,
+    "bad_address": BAD_ADDRESS,
+    "bad_size": BAD_SIZE,
+    "bad_requested": BAD_REQUESTED,
+    "bad_state": BAD_STATE,
+    "bad_frames": BAD_FRAMES,
+    "bad_history": BAD_HISTORY,
+}
 
 
 class Numbered:
@@ -102,6 +113,20 @@ class Stack(Numbered):
 
 class Texts(Numbered):
     """A list of texts, by its number."""
+
+
+class Rows:
+    """The blocks of a segment, by the numbers of their rows."""
+
+    def __init__(self, start, count):
+        self.start = start
+        self.count = count
+
+    def __eq__(self, other):
+        return type(self) is type(other) and (self.start, self.count) == (other.start, other.count)
+
+    def __hash__(self):
+        return hash((self.start, self.count))
 
 
 class Refused(Exception):
@@ -172,6 +197,13 @@ cdef class Decoder:
         free(m.traces)
         free(m.key_seen)
         free(m.actions)
+        free(m.block_mask)
+        free(m.block_address)
+        free(m.block_size)
+        free(m.block_requested)
+        free(m.block_state)
+        free(m.block_stack)
+        free(m.pasts)
 
     cdef void forget(self):
         """Frees what only the walk needs."""
@@ -294,9 +326,37 @@ cdef class Decoder:
 
     def event_keys(self):
         """All keys that events have."""
+        return self.keys(EVENT_KEY)
+
+    def block_keys(self):
+        """All keys that blocks have."""
+        return self.keys(BLOCK_KEY)
+
+    cdef keys(self, uint8_t kind):
         cdef uint32_t index
         cdef Machine* m = &self.machine
-        return [self.text(index) for index in range(min(m.key_seen_capacity, m.texts.count)) if m.key_seen[index]]
+        known = min(m.key_seen_capacity, <size_t>m.texts.count)
+        return [self.text(index) for index in range(known) if m.key_seen[index] & kind]
+
+    def blocks(self):
+        """All blocks, in the file's order: memory of each column. `mask` says what is said and what is bad (`BLOCK`),
+        `state` is a text's number."""
+        cdef Machine* m = &self.machine
+        cdef size_t rows = m.blocks
+        return {
+            "mask": adopt(<void**>&m.block_mask, rows),
+            "address": adopt(<void**>&m.block_address, rows * 8),
+            "size": adopt(<void**>&m.block_size, rows * 8),
+            "requested": adopt(<void**>&m.block_requested, rows * 8),
+            "state": adopt(<void**>&m.block_state, rows * 4),
+            "stack": adopt(<void**>&m.block_stack, rows * 4),
+        }
+
+    def histories(self):
+        """(row of a block, its `history`), in the file's order."""
+        cdef uint64_t index
+        cdef Machine* m = &self.machine
+        return [(m.pasts[index].row, self.value(&m.pasts[index].cell)) for index in range(m.past_count)]
 
     def strange_actions(self):
         """The names of action codes from 10 upwards."""
@@ -444,6 +504,8 @@ cdef class Decoder:
         cdef const Cell* cells = self.machine.cells + node.start
         if node.role == TRACES:
             return OPAQUE
+        if node.role == BLOCKS:
+            return Rows(node.start, node.count)
         if node.is_dict:
             return {self.value(&cells[index]): self.value(&cells[index + 1]) for index in range(0, node.count, 2)}
         return [self.value(&cells[index]) for index in range(node.count)]

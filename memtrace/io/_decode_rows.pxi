@@ -9,6 +9,10 @@ cdef enum:
     ANY_BAD = 0xFFF0
 
 cdef enum:
+    EVENT_KEY = 1
+    BLOCK_KEY = 2
+
+cdef enum:
     SEGMENT_UNMAP = 6
     OOM = 7
     KNOWN_ACTIONS = 10
@@ -138,7 +142,7 @@ cdef inline bint set_item(Machine* m, uint64_t row, uint32_t key, const Cell* va
     """One item of an event. What is wrong in the file is BAD_EVENT; what nobody reads is let through."""
     if key >= m.key_seen_capacity and not see_key(m, key):
         return False
-    m.key_seen[key] = 1
+    m.key_seen[key] |= EVENT_KEY
     if key == W_ADDR:
         m.addr[row] = value.value
         note(m, row, key, is_count(value), HAS_ADDR)

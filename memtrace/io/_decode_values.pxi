@@ -31,8 +31,9 @@ cdef enum:
     FLOAT = 10
     BOOL = 11
     NONE = 12
-    EVENT = 13
+    EVENT = 13  # from here on: with a role
     NODE = 14
+    A_BLOCK = 15
 
 cdef enum:
     IS_DICT = 0x80
@@ -65,12 +66,14 @@ cdef enum:
 cdef enum:
     # ids of the texts that are interned first: `WORDS` in this order
     W_ACTION, W_ADDR, W_SIZE, W_STREAM, W_FRAMES, W_TIME, W_CONTEXT, W_METADATA, W_POOL, W_DEVICE_FREE, W_CPP
-    W_TRACES, W_SEGMENTS, W_SETTINGS, W_NOTES, W_BLOCKS, W_HISTORY, W_FILENAME, W_LINE, W_NAME, W_EMPTY, W_NA
+    W_TRACES, W_SEGMENTS, W_SETTINGS, W_NOTES, W_BLOCKS, W_HISTORY, W_FILENAME, W_LINE, W_NAME
+    W_ADDRESS, W_REQUESTED, W_STATE, W_EMPTY, W_NA
     W_ACTIONS
 
 WORDS = (
     *"action addr size stream frames time_us compile_context user_metadata pool_id device_free cpp_frames".split(),
     *"device_traces segments allocator_settings external_annotations blocks history filename line name".split(),
+    *"address requested_size state".split(),
     "", "N/A",
     *"alloc free_requested free_completed segment_alloc segment_free segment_map segment_unmap oom snapshot".split(),
     "annotate",
@@ -96,8 +99,8 @@ cdef struct Cell:
     uint8_t tag
 
 cdef struct Node:
-    uint64_t start  # in `cells`
-    uint32_t count  # of cells: two for each item of a dict
+    uint64_t start  # in `cells`; of a list of blocks, its first row
+    uint32_t count  # of cells: two for each item of a dict; of blocks
     uint8_t role
     bint is_dict
 
@@ -192,11 +195,23 @@ cdef struct Machine:
     TraceRange* traces
     size_t traces_capacity
     uint32_t trace_count
-    uint8_t* key_seen  # by text id, over all events
+    uint8_t* key_seen  # by text id, over all events and blocks
     size_t key_seen_capacity
     uint32_t* actions  # text ids of the kinds that are not known
     size_t actions_capacity
     uint32_t action_count
+
+    uint8_t* block_mask
+    uint64_t* block_address
+    int64_t* block_size
+    int64_t* block_requested
+    int32_t* block_state  # text ids
+    int32_t* block_stack
+    size_t blocks_capacity
+    uint64_t blocks
+    Extra* pasts  # `history` of blocks
+    size_t pasts_capacity
+    uint64_t past_count
 
     Cell result
     int failure
@@ -285,7 +300,7 @@ cdef inline bint keep(Machine* m, uint32_t index) noexcept nogil:
     if m.height <= m.fence:
         return fail(m, NOT_THERE)
     top = &m.stack[m.height - 1]
-    if top.tag == EVENT or top.tag == NODE:
+    if top.tag >= EVENT:
         entry = <uint32_t>ONCE << 28
     elif top.tag > ONCE:
         return fail(m, KEEPS_NUMBER)
@@ -355,14 +370,14 @@ cdef bint settle(Machine* m, Fresh* fresh, Cell* cell) noexcept nogil:
 cdef bint close_node(Machine* m, Fresh* fresh, Cell* cell) noexcept nogil:
     """Moves the content of a container with a role to its final place."""
     cdef Node* node
-    cdef size_t count = fresh.count
+    cdef size_t count = 0 if fresh.role == BLOCKS else fresh.count
     if not grow(<void**>&m.nodes, &m.nodes_capacity, m.node_count + 1, sizeof(Node)) or not grow(
         <void**>&m.cells, &m.cells_capacity, m.cell_count + count + 1, sizeof(Cell)
     ):
         return fail(m, NO_MEMORY)
     node = &m.nodes[m.node_count]
-    node.start = m.cell_count
-    node.count = <uint32_t>count
+    node.start = fresh.row if fresh.role == BLOCKS else m.cell_count
+    node.count = fresh.count
     node.role = fresh.role
     node.is_dict = fresh.is_dict
     if count:
@@ -383,8 +398,8 @@ cdef bint close(Machine* m, Fresh* fresh) noexcept nogil:
         if fresh.memo:
             m.memo[fresh.memo - 1] = <uint32_t>cell.tag << 28 | <uint32_t>cell.value
         return True
-    if fresh.role == AN_EVENT:
-        cell.tag = EVENT
+    if fresh.role == AN_EVENT or fresh.role == BLOCK:
+        cell.tag = EVENT if fresh.role == AN_EVENT else A_BLOCK
         cell.value = fresh.row
         return True
     return close_node(m, fresh, cell)
@@ -485,10 +500,10 @@ cdef bint make(Machine* m, bint is_dict) noexcept nogil:
     cdef Fresh* before
     if not weigh(m, DICT_WEIGHT if is_dict else SEQUENCE_WEIGHT):
         return False
-    if role == AN_EVENT and m.fresh_count:
+    if (role == AN_EVENT or role == BLOCK) and m.fresh_count:
         before = &m.fresh[m.fresh_count - 1]
-        if before.role == AN_EVENT and before.slot + 1 == m.height:
-            # nothing can reach the event before any more; C++ writes millions of them before it lists them
+        if before.role == role and before.slot + 1 == m.height:
+            # nothing can reach the one before any more; C++ writes millions of them before it lists them
             m.fresh_count -= 1
             if not close(m, before):
                 return False
@@ -507,6 +522,9 @@ cdef bint make(Machine* m, bint is_dict) noexcept nogil:
     if role == AN_EVENT:
         if not start_event(m, fresh):
             return False
+    elif role == BLOCK:
+        if not start_block(m, fresh):
+            return False
     elif role == TRACE:
         if not start_trace(m):
             return False
@@ -523,7 +541,7 @@ cdef uint64_t open_end(Machine* m, bint ids) noexcept nogil:
     while index > 0:
         index -= 1
         fresh = &m.fresh[index]
-        if (fresh.role == OTHER) == ids and fresh.role != AN_EVENT and fresh.role != TRACE:
+        if (fresh.role == OTHER) == ids and fresh.role not in (AN_EVENT, TRACE, BLOCK, BLOCKS):
             return fresh.start + content_of(fresh)
     return 0
 
@@ -600,6 +618,10 @@ cdef bint fill(Machine* m, uint64_t first, bint is_dict) noexcept nogil:
         done = fill_other_dict(m, target, first) if is_dict else fill_other_list(m, target, first)
     elif target.role == TRACE:
         done = fill_trace(m, first)
+    elif target.role == BLOCK:
+        done = fill_block(m, target, first)
+    elif target.role == BLOCKS:
+        done = fill_blocks(m, target, first)
     else:
         done = fill_node(m, target, first)
     m.height = first
@@ -688,39 +710,42 @@ cdef inline uint8_t item_role(uint8_t role) noexcept nogil:
     return role_below(role, 0, role != TRACES)
 
 
+cdef bint check_place(Machine* m, const Fresh* target, uint64_t slot) noexcept nogil:
+    """Whether what stands under the key at `slot` may stand in this dict: with a role only what was made there."""
+    cdef uint64_t key = m.stack[slot].value
+    cdef Cell* cell = &m.stack[slot + 1]
+    cdef uint8_t item = m.nodes[cell.value].role if cell.tag == NODE else OTHER
+    cdef uint8_t wanted = role_below(target.role, key, False)
+    if wanted == OTHER:
+        wanted = role_below(target.role, key, True)
+    if key == W_FRAMES and has_stack(target.role) and height_of(cell) > 2:
+        return fail(m, MISPLACED)
+    if cell.tag == EVENT or cell.tag == A_BLOCK:
+        return fail(m, MISPLACED)
+    if item != OTHER:
+        # an empty dict of settings can be taken for the home of the table that follows it
+        return item == wanted or (item == TABLE and wanted == OTHER) or fail(m, MISPLACED)
+    if wanted == TABLE:
+        return not (cell.tag == FRAME or (cell.tag == JUNK and cell.value & IS_DICT)) or fail(m, SHARED)
+    return wanted == OTHER or height_of(cell) == 0 or fail(m, SHARED)
+
+
+cdef inline bint has_stack(uint8_t role) noexcept nogil:
+    """Whether `frames` is a stack in dicts of this role."""
+    return role == AN_EVENT or role == SEGMENT or role == BLOCK or role == PAST
+
+
 cdef bint fill_node(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
     """A dict or list with a role: its cells are kept."""
-    cdef uint64_t slot
-    cdef Cell* cell
-    cdef uint8_t item, wanted
-    cdef uint64_t end
-    if target.is_dict:
-        if target.count + (m.height - first) > 2 * MAX_KEYS:
-            return fail(m, TOO_MANY_KEYS)
+    cdef uint64_t slot, end
+    if target.is_dict and target.count + (m.height - first) > 2 * MAX_KEYS:
+        return fail(m, TOO_MANY_KEYS)
     for slot in range(first, m.height):
-        cell = &m.stack[slot]
-        item = m.nodes[cell.value].role if cell.tag == NODE else OTHER
-        if not target.is_dict:
-            if item == OTHER or item != item_role(target.role):
-                return fail(m, MISPLACED)
-        elif (slot - first) % 2:
-            if m.stack[slot - 1].value == W_FRAMES and target.role != TOP and height_of(cell) > 2:
-                return fail(m, MISPLACED)
-            # under a key of a role only what was made there
-            wanted = role_below(target.role, m.stack[slot - 1].value, False)
-            if wanted == OTHER:
-                wanted = role_below(target.role, m.stack[slot - 1].value, True)
-            if item != OTHER:
-                # an empty dict of settings can be taken for the home of the table that follows it
-                if item != wanted and not (item == TABLE and wanted == OTHER):
-                    return fail(m, MISPLACED)
-            elif cell.tag == EVENT:
-                return fail(m, MISPLACED)
-            elif wanted == TABLE:
-                if cell.tag == FRAME or (cell.tag == JUNK and cell.value & IS_DICT):
-                    return fail(m, SHARED)
-            elif wanted != OTHER and height_of(cell):
-                return fail(m, SHARED)
+        if target.is_dict:
+            if (slot - first) % 2 == 0 and not check_place(m, target, slot):
+                return False
+        elif m.stack[slot].tag != NODE or m.nodes[m.stack[slot].value].role != item_role(target.role):
+            return fail(m, MISPLACED)
     if m.height == first:
         return True
     end = target.start + target.count

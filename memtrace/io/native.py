@@ -22,9 +22,10 @@ from memtrace.io.parse import Parsed, assemble, parse_annotations, top_of
 from memtrace.io.refusal import COPY_AGAIN, cut_off, opcode_refusal, refusal
 from memtrace.io.scan import check_header
 from memtrace.io.source import PickleStream
-from memtrace.io.state import parse_state
-from memtrace.model import Action, SnapshotData, StackTable, StringTable, Trace
+from memtrace.io.state import BlockColumns, block_state, parse_state
+from memtrace.model import Action, BlockState, SnapshotData, StackTable, StringTable, Trace
 from memtrace.model.stacks import NOT_RECORDED
+from memtrace.model.state import REQUEST_UNKNOWN
 
 Ids = NDArray[np.int32]
 
@@ -38,7 +39,8 @@ def decode_snapshot(stream: PickleStream) -> SnapshotData:
         check_list(top.get("device_traces", []), "device_traces")
     words, numbers = Vocabulary(), _Numbers(decoder)
     events = _Events(decoder, numbers, words)
-    state = parse_state(check_list(top.get("segments", []), "segments"), numbers, words)
+    segments = check_list(top.get("segments", []), "segments")
+    state = parse_state(segments, numbers, words, lambda rows: _blocks(rows, decoder, numbers))
     annotations = parse_annotations(top.get("external_annotations"), numbers)
 
     order = np.full(decoder.stack_count, -1, np.int32)
@@ -84,6 +86,76 @@ def _error(refused: _decode.Refused) -> SourceError:
     if refused.failure == "bad_event":
         return NotASnapshotError(f"event {refused.event:,}: {refused.key} is missing or not what torch writes")
     return refusal(refused.failure, refused.offset)
+
+
+def _blocks(rows: list[dict[str, object]], decoder: _decode.Decoder, numbers: _Numbers) -> BlockColumns:
+    """The blocks of segments, in their order. Raises NotASnapshotError for what is none."""
+    places = [place for place in (row.get("blocks") for row in rows) if isinstance(place, _decode.Rows)]
+    if len(places) < len(rows):
+        raise NotASnapshotError("blocks of a segment is missing or no list")
+    counts = np.array([place.count for place in places], np.int64)
+    first = np.array([place.start for place in places], np.int64)
+    order = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    memory = decoder.blocks()
+    mask = np.frombuffer(memory["mask"], np.uint8)[order]
+    address, size, requested = (np.frombuffer(memory[key], np.int64)[order] for key in ("address", "size", "requested"))
+    stack = np.frombuffer(memory["stack"], np.int32)[order]
+
+    def has(kind: str) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = (mask & _decode.BLOCK_MASK[kind]) != 0
+        return found
+
+    state = _states(np.frombuffer(memory["state"], np.int32)[order], has("bad_state"), decoder)
+    in_use = state != BlockState.INACTIVE
+    with_past = _take_histories(order, in_use, has("says_requested"), requested, stack, decoder, numbers)
+    all_say_address = bool(has("says_address").all())
+    for what, bad in (
+        ("size", has("bad_size")),
+        ("history", has("bad_history")),
+        ("address", has("bad_address") & all_say_address),
+        ("requested_size", has("bad_requested") & in_use),
+        ("frames", has("bad_frames") & in_use & ~with_past),
+    ):
+        if bool(bad.any()):
+            raise NotASnapshotError(f"block {int(bad.argmax()):,}: {what} is missing or not what torch writes")
+    requested[~in_use] = REQUEST_UNKNOWN
+    stack[~in_use] = NOT_RECORDED
+    keys = set(decoder.block_keys())
+    return BlockColumns(counts, address if all_say_address else None, size, requested, state, stack, keys)
+
+
+def _states(texts: Ids, bad: NDArray[np.bool_], decoder: _decode.Decoder) -> NDArray[np.uint8]:
+    """Codes of the states of blocks."""
+    if bool(bad.any()):
+        raise NotASnapshotError(f"block {int(bad.argmax()):,}: unknown state")
+    distinct, inverse = np.unique(texts, return_inverse=True)
+    names = decoder.texts(distinct.tolist())
+    return np.array([block_state(name, 0) for name in names], np.uint8)[inverse]
+
+
+def _take_histories(
+    order: NDArray[np.int64],
+    in_use: NDArray[np.bool_],
+    says_requested: NDArray[np.bool_],
+    requested: NDArray[np.int64],
+    stack: Ids,
+    decoder: _decode.Decoder,
+    numbers: _Numbers,
+) -> NDArray[np.bool_]:
+    """Puts what torch 1.13 and 2.0 say of the life in a block into the columns; which blocks have such a history."""
+    with_past = np.zeros(len(order), np.bool_)
+    histories = dict(decoder.histories())  # the last one of a block counts
+    for index, row in enumerate(order.tolist()) if histories else ():
+        history = histories.get(row)
+        past = history[0] if isinstance(history, list) and history else None
+        if past is None:
+            continue
+        with_past[index] = True
+        if in_use[index]:
+            stack[index] = numbers.stacks([past.get("frames")], f"block {index}", [past.get("cpp_frames")])[0]
+            if not says_requested[index] and past.get("real_size") is not None:
+                requested[index] = check_integer(past["real_size"], "requested_size", f"block {index}")
+    return with_past
 
 
 class _Events:
@@ -155,7 +227,8 @@ class _Events:
             present = np.unique(self.action[rows])
             names = sorted(strange[index - known] for index in present[present >= known].tolist())
             words.actions += [name for name in names if name not in words.actions]
-        code[known:] = [words.actions.index(name) for name in strange]
+        # a name that a later one of the same event replaced is no event's
+        code[known:] = [words.actions.index(name) if name in words.actions else 0 for name in strange]
         self.action[:] = code[self.action]
 
     def _take_extras(self, decoder: _decode.Decoder, numbers: _Numbers) -> None:

@@ -12,7 +12,7 @@ from memtrace.io import versions
 from memtrace.io.columns import check_dicts, check_list, integers
 from memtrace.io.events import Vocabulary, parse_trace
 from memtrace.io.intern import Interner, StackIds
-from memtrace.io.state import MAX_DEVICES, State, parse_state
+from memtrace.io.state import MAX_DEVICES, State, listed_blocks, parse_state
 from memtrace.model import Action, Annotations, Notice, SnapshotData, StackTable, Trace
 from memtrace.model.snapshot import Setting
 
@@ -48,7 +48,8 @@ def parse(loaded: object, *, path: str, file_bytes: int) -> SnapshotData:
         raise NotASnapshotError("two devices share one list of events")
     check_dicts([event for events in lists for event in events] if len(lists) > 1 else [], "event")
     traces = [parse_trace(events, device, interner, words) for device, events in enumerate(lists)]
-    state = parse_state(check_list(top.get("segments", []), "segments"), interner, words)
+    segments = check_list(top.get("segments", []), "segments")
+    state = parse_state(segments, interner, words, lambda rows: listed_blocks(rows, interner))
     annotations = parse_annotations(top.get("external_annotations"), interner)
     parsed = Parsed(top, isinstance(loaded, list), traces, state, words, annotations, interner.tables())
     return assemble(parsed, path=path, file_bytes=file_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +43,25 @@ class State:
     totals_agree: bool
 
 
-def parse_state(raw: list[object], interner: StackIds, words: Vocabulary) -> State:
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockColumns:
+    """Blocks in the order of their segments, as the file says them: `counts` a segment, `address` None where not all
+    say it (before torch 2.1), `requested` -1 where not said; an inactive block has no request and no stack."""
+
+    counts: NDArray[np.int64]
+    address: NDArray[np.int64] | None
+    size: NDArray[np.int64]
+    requested: NDArray[np.int64]
+    state: NDArray[np.uint8]
+    stack: NDArray[np.int32]
+    keys: set[str]
+
+
+TakeBlocks = Callable[[list[dict[str, object]]], BlockColumns]
+"""The blocks of segments, in that order."""
+
+
+def parse_state(raw: list[object], interner: StackIds, words: Vocabulary, take_blocks: TakeBlocks) -> State:
     """All devices' segments, sorted by device and address. Raises NotASnapshotError for overlaps and wrong kinds."""
     check_dicts(raw, "segment")
     rows: list[dict[str, object]] = raw  # type: ignore[assignment]
@@ -60,11 +79,10 @@ def parse_state(raw: list[object], interner: StackIds, words: Vocabulary) -> Sta
     device, address, size = device[order], address[order], size[order]
     _check_apart(device, address, size, "segments")
 
-    lists = _block_lists(rows)
-    first_block = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(blocks) for blocks in lists], dtype=np.int64)])
-    flat: list[dict[str, object]] = [block for blocks in lists for block in blocks]
-    blocks = _parse_blocks(flat, address, first_block, interner)
-    owner = np.repeat(np.arange(len(rows)), np.diff(first_block))
+    found = take_blocks(rows)
+    first_block = np.concatenate([np.zeros(1, np.int64), np.cumsum(found.counts)])
+    blocks = _checked(found, address, first_block)
+    owner = np.repeat(np.arange(len(rows)), found.counts)
     tiled = _check_inside(blocks, owner, address, size)
     segments = Segments(
         device=device.astype(np.int32),
@@ -77,52 +95,64 @@ def parse_state(raw: list[object], interner: StackIds, words: Vocabulary) -> Sta
         stack=interner.stacks([row.get("frames") for row in rows], where),
         first_block=first_block,
     )
-    block_keys = {str(key) for shape in set(map(tuple, flat)) for key in shape}
     segment_keys = {str(key) for shape in set(map(tuple, rows)) for key in shape}
-    unknown = (block_keys - _BLOCK_KEYS) | (segment_keys - _SEGMENT_KEYS)
-    return State(segments, blocks, block_keys, unknown, tiled, _totals_agree(rows, blocks, owner))
+    unknown = (found.keys - _BLOCK_KEYS) | (segment_keys - _SEGMENT_KEYS)
+    return State(segments, blocks, found.keys, unknown, tiled, _totals_agree(rows, blocks, owner))
 
 
-def _block_lists(rows: list[dict[str, object]]) -> list[list[dict[str, object]]]:
-    """The `blocks` of each segment. A list that two segments share could make a small file endless: refused."""
-    lists = [check_list(row.get("blocks"), "blocks of a segment") for row in rows]
-    if len(set(map(id, lists))) < len(lists):
-        raise NotASnapshotError("two segments share one list of blocks")
-    check_dicts([block for blocks in lists for block in blocks], "block")
-    return lists  # type: ignore[return-value]
-
-
-def _parse_blocks(
-    flat: list[dict[str, object]],
-    segment_address: NDArray[np.int64],
-    first_block: NDArray[np.int64],
-    interner: StackIds,
-) -> Blocks:
-    where = "block"
-    size = integers([block.get("size") for block in flat], "size", where)
+def _checked(found: BlockColumns, segment_address: NDArray[np.int64], first_block: NDArray[np.int64]) -> Blocks:
+    """The blocks, if their sizes can be; addresses as written, or accumulated over the sizes."""
+    size, requested = found.size, found.requested
     check_sum(size, "blocks")
+    check_sum(requested, "blocks")
     if bool((size == 0).any()):
         raise NotASnapshotError(f"block {int((size == 0).argmax())} has no size")
-    names = [block.get("state") for block in flat]
-    state = np.empty(len(flat), np.uint8)
-    for index, name in enumerate(names):
-        code = _STATES.get(name) if isinstance(name, str) else None
-        if code is None:
-            raise NotASnapshotError(f"block {index}: unknown state {_name(name)}")
-        state[index] = code
+    if bool((requested > size).any()):
+        raise NotASnapshotError(f"block {int((requested > size).argmax())} is smaller than what was requested")
+    address = found.address
+    if address is None:
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(size)])
+        owner = np.repeat(np.arange(len(segment_address)), found.counts)
+        address = segment_address[owner] + before[:-1] - before[first_block[owner]]
+    return Blocks(address.astype(np.uint64), size, requested, found.state, found.stack)
+
+
+def listed_blocks(rows: list[dict[str, object]], interner: StackIds) -> BlockColumns:
+    """The blocks in the dicts of segments. Raises NotASnapshotError for wrong kinds."""
+    lists = [check_list(row.get("blocks"), "blocks of a segment") for row in rows]
+    if len(set(map(id, lists))) < len(lists):
+        raise NotASnapshotError("two segments share one list of blocks")  # it could make a small file endless
+    check_dicts([block for blocks in lists for block in blocks], "block")
+    flat: list[dict[str, object]] = [block for blocks in lists for block in blocks]  # type: ignore[misc]
+    where = "block"
+    size = integers([block.get("size") for block in flat], "size", where)
+    state = np.fromiter(
+        (block_state(block.get("state"), index) for index, block in enumerate(flat)), np.uint8, len(flat)
+    )
     history = [_newest(block.get("history"), index) for index, block in enumerate(flat)]
     in_use = (state != BlockState.INACTIVE).tolist()
     frames = [_frames(block, past) if used else None for block, past, used in zip(flat, history, in_use, strict=True)]
     cpp_frames = [past.get("cpp_frames") if past and used else None for past, used in zip(history, in_use, strict=True)]
     has_cpp = any(names is not None for names in cpp_frames)
-    stack = interner.stacks(frames, where, cpp_frames if has_cpp else None)
-    return Blocks(
-        address=_block_addresses(flat, size, segment_address, first_block).astype(np.uint64),
+    return BlockColumns(
+        counts=np.fromiter(map(len, lists), np.int64, len(lists)),
+        address=integers([block["address"] for block in flat], "address", where)
+        if all("address" in block for block in flat)
+        else None,
         size=size,
-        requested=_requested(flat, history, state, size),
+        requested=_requested(flat, history, state),
         state=state,
-        stack=stack,
+        stack=interner.stacks(frames, where, cpp_frames if has_cpp else None),
+        keys={str(key) for shape in set(map(tuple, flat)) for key in shape},
     )
+
+
+def block_state(name: object, index: int) -> BlockState:
+    """The code of a block's state. Raises NotASnapshotError."""
+    code = _STATES.get(name) if isinstance(name, str) else None
+    if code is None:
+        raise NotASnapshotError(f"block {index}: unknown state {_name(name)}")
+    return code
 
 
 def _newest(history: object, index: int) -> dict[str, object] | None:
@@ -139,10 +169,7 @@ def _frames(block: dict[str, object], past: dict[str, object] | None) -> object:
 
 
 def _requested(
-    flat: list[dict[str, object]],
-    history: list[dict[str, object] | None],
-    state: NDArray[np.uint8],
-    size: NDArray[np.int64],
+    flat: list[dict[str, object]], history: list[dict[str, object] | None], state: NDArray[np.uint8]
 ) -> NDArray[np.int64]:
     requested = np.full(len(flat), REQUEST_UNKNOWN, np.int64)
     for index, (block, past) in enumerate(zip(flat, history, strict=True)):
@@ -153,25 +180,7 @@ def _requested(
             value = past.get("real_size")
         if value is not None:
             requested[index] = check_integer(value, "requested_size", f"block {index}")
-    check_sum(requested, "blocks")
-    if bool((requested > size).any()):
-        raise NotASnapshotError(f"block {int((requested > size).argmax())} is smaller than what was requested")
     return requested
-
-
-def _block_addresses(
-    flat: list[dict[str, object]],
-    size: NDArray[np.int64],
-    segment_address: NDArray[np.int64],
-    first_block: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """Addresses as written, or (before torch 2.1) accumulated over the sizes."""
-    if all("address" in block for block in flat):
-        return integers([block["address"] for block in flat], "address", "block")
-    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(size)])
-    owner = np.repeat(np.arange(len(segment_address)), np.diff(first_block))
-    address: NDArray[np.int64] = segment_address[owner] + before[:-1] - before[first_block[owner]]
-    return address
 
 
 def _check_apart(device: NDArray[np.int64], address: NDArray[np.int64], size: NDArray[np.int64], what: str) -> None:

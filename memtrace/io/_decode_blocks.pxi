@@ -1,0 +1,118 @@
+"""Blocks of the memory map: from the items of a dict to a row of the columns, as with events."""
+
+cdef enum:
+    SAYS_ADDRESS = 1
+    SAYS_REQUESTED = 2
+    BAD_ADDRESS = 4
+    BAD_SIZE = 8
+    BAD_REQUESTED = 16
+    BAD_STATE = 32
+    BAD_FRAMES = 64
+    BAD_HISTORY = 128
+
+
+cdef bint grow_blocks(Machine* m) noexcept nogil:
+    cdef size_t room = m.blocks_capacity * 2 if m.blocks_capacity else 1024
+    cdef size_t held = m.blocks_capacity
+    # each column has `held` as its own capacity: they grow together
+    if not grow(<void**>&m.block_mask, &held, room, 1):
+        return False
+    held = m.blocks_capacity
+    if not grow(<void**>&m.block_address, &held, room, 8):
+        return False
+    held = m.blocks_capacity
+    if not grow(<void**>&m.block_size, &held, room, 8):
+        return False
+    held = m.blocks_capacity
+    if not grow(<void**>&m.block_requested, &held, room, 8):
+        return False
+    held = m.blocks_capacity
+    if not grow(<void**>&m.block_state, &held, room, 4):
+        return False
+    held = m.blocks_capacity
+    if not grow(<void**>&m.block_stack, &held, room, 4):
+        return False
+    m.blocks_capacity = room
+    return True
+
+
+cdef bint start_block(Machine* m, Fresh* fresh) noexcept nogil:
+    cdef uint64_t row = m.blocks
+    if row >= m.blocks_capacity and not grow_blocks(m):
+        return fail(m, NO_MEMORY)
+    m.block_mask[row] = BAD_SIZE | BAD_STATE
+    m.block_address[row] = 0
+    m.block_size[row] = 0
+    m.block_requested[row] = -1
+    m.block_state[row] = -1
+    m.block_stack[row] = -1
+    m.blocks = row + 1
+    fresh.row = row
+    return True
+
+
+cdef inline void note_block(Machine* m, uint64_t row, uint8_t bad, bint good, uint8_t says) noexcept nogil:
+    """What became of an item: as with any dict, the last one of a key counts."""
+    if good:
+        m.block_mask[row] = (m.block_mask[row] & ~bad) | says
+    else:
+        m.block_mask[row] |= bad | says
+
+
+cdef bint fill_block(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
+    cdef uint64_t slot
+    cdef uint32_t key
+    cdef Cell* value
+    target.count += <uint32_t>((m.height - first) // 2)
+    if target.count > MAX_KEYS:
+        return fail(m, TOO_MANY_KEYS)
+    for slot in range(first, m.height, 2):
+        key = <uint32_t>m.stack[slot].value
+        value = &m.stack[slot + 1]
+        if key >= m.key_seen_capacity and not see_key(m, key):
+            return False
+        m.key_seen[key] |= BLOCK_KEY
+        if not check_place(m, target, slot) or not set_block_item(m, target.row, key, value):
+            return False
+    return True
+
+
+cdef bint set_block_item(Machine* m, uint64_t row, uint32_t key, const Cell* value) noexcept nogil:
+    cdef Extra* extra
+    if key == W_ADDRESS:
+        m.block_address[row] = value.value
+        note_block(m, row, BAD_ADDRESS, is_count(value), SAYS_ADDRESS)
+    elif key == W_SIZE:
+        m.block_size[row] = <int64_t>value.value
+        note_block(m, row, BAD_SIZE, is_count(value), 0)
+    elif key == W_REQUESTED:
+        m.block_mask[row] &= ~SAYS_REQUESTED
+        m.block_requested[row] = <int64_t>value.value if is_count(value) else -1
+        note_block(m, row, BAD_REQUESTED, is_count(value) or value.tag == NONE, 0 if value.tag == NONE else SAYS_REQUESTED)
+    elif key == W_STATE:
+        m.block_state[row] = <int32_t>value.value if value.tag == TEXT else -1
+        note_block(m, row, BAD_STATE, value.tag == TEXT, 0)
+    elif key == W_FRAMES:
+        m.block_stack[row] = <int32_t>value.value if value.tag == STACK else -1
+        note_block(m, row, BAD_FRAMES, value.tag == STACK or value.tag == NONE, 0)
+    elif key == W_HISTORY:
+        note_block(m, row, BAD_HISTORY, value.tag == NODE or value.tag == NONE, 0)
+        if not grow(<void**>&m.pasts, &m.pasts_capacity, m.past_count + 1, sizeof(Extra)):
+            return fail(m, NO_MEMORY)
+        extra = &m.pasts[m.past_count]
+        extra.row = row
+        extra.cell = value[0]
+        m.past_count += 1
+    return True
+
+
+cdef bint fill_blocks(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
+    """The blocks of a segment: each was made there, one after the other."""
+    cdef uint64_t slot
+    if target.count == 0 and m.height > first:
+        target.row = m.stack[first].value
+    for slot in range(first, m.height):
+        if m.stack[slot].tag != A_BLOCK or m.stack[slot].value != target.row + target.count:
+            return fail(m, MISPLACED)
+        target.count += 1
+    return True
