@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrace.allocator import Replay
+from memtrace.allocator import Lifetimes, Replay
 from memtrace.analysis.frames import ShownStacks, innermost_common
 from memtrace.analysis.holdings import NO_BLOCK, Holdings, holdings_at
 from memtrace.attribution import CATEGORIES, CONFIDENCE, LABELS, REASON_TEXT, Attribution, Reason
@@ -89,8 +89,11 @@ def blame_at(
     """Who owns the bytes of counter `of` after `event`, grouped `by` one of `BYS` (`tree`: by call path)."""
     held = holdings_at(replay, attribution, event, of)
     groups = _Groups(held, shown, replay, event)
-    labels = _group_keys(held, shown, by)
-    rows = [groups.row(members, by) for members in _members(labels)]
+    rows = (
+        groups.blocks()
+        if by == "block"
+        else [groups.row(members, by) for members in _members(_group_keys(held, shown, by))]
+    )
     rows.sort(key=lambda row: (-row.bytes, row.key or "", row.category, row.stack))
     times = data.trace(replay.device).time_us
     unsure = replay.lifetimes.slack_bound[held.block[held.block != NO_BLOCK]] if of != "requested" else None
@@ -111,9 +114,6 @@ def blame_at(
 
 def _group_keys(held: Holdings, shown: ShownStacks, by: str) -> NDArray[np.int64]:
     """One integer per row of `held`, equal within a group. The allocator's own rows stay apart, one group each."""
-    count = len(held)
-    if by == "block":
-        return np.arange(count)
     own = held.block == NO_BLOCK
     if by == "category":
         keys = held.category.astype(np.int64)
@@ -154,8 +154,6 @@ class _Groups:
         self.shown_row = shown.rows(held.stack)
 
     def row(self, members: NDArray[np.int64], by: str) -> Row:
-        if len(members) == 1:
-            return self._single(int(members[0]), by)
         held = self.held
         size = held.bytes[members]
         category = _heaviest(held.category[members], size)
@@ -173,23 +171,48 @@ class _Groups:
             dominator=self._dominator(shown),
         )
 
-    def _single(self, index: int, by: str) -> Row:
-        """The row of a group of one: `--by block` makes many."""
-        held, table = self.held, self.shown.table
-        category, stack, block = int(held.category[index]), int(self.shown_row[index]), int(held.block[index])
-        name = CATEGORIES[category]
-        is_block = block != NO_BLOCK
-        return Row(
-            key=self._key(index, by) if is_block else None,
-            bytes=int(held.bytes[index]),
-            blocks=int(is_block),
-            category=name,
-            label=LABELS[name] if name != "unknown" else REASON_TEXT[Reason(int(held.reason[index]))],
-            confidence=CONFIDENCE[int(held.confidence[index])],
-            stack=stack,
-            dominator=None if stack == NOT_RECORDED else table.frame(int(table.ids(stack)[0])),
-            block=self._facts(block) if by == "block" and is_block else None,
+    def blocks(self) -> list[Row]:
+        """A row for each row of the holdings. There can be hundreds of thousands: nothing is looked up twice."""
+        held, table, blocks = self.held, self.shown.table, self.replay.lifetimes
+        tops: dict[int, Frame | None] = {NOT_RECORDED: None}
+        labels = {(code, reason): self._label_of(code, reason) for code, reason in _pairs(held.category, held.reason)}
+        index = np.where(held.block == NO_BLOCK, 0, held.block)
+        facts = zip(
+            *(column[index].tolist() if len(blocks) else [0] * len(held) for column in _fact_columns(blocks)),
+            self.segments.addresses(index) if len(blocks) else [None] * len(held),
+            strict=True,
         )
+        rows = []
+        for size, block, category, confidence, reason, stack, fact in zip(
+            held.bytes.tolist(),
+            held.block.tolist(),
+            held.category.tolist(),
+            held.confidence.tolist(),
+            held.reason.tolist(),
+            self.shown_row.tolist(),
+            facts,
+            strict=True,
+        ):
+            if stack not in tops:
+                tops[stack] = table.frame(int(table.ids(stack)[0]))
+            rows.append(
+                Row(
+                    key=None,
+                    bytes=size,
+                    blocks=int(block != NO_BLOCK),
+                    category=CATEGORIES[category],
+                    label=labels[category, reason],
+                    confidence=CONFIDENCE[confidence],
+                    stack=stack,
+                    dominator=tops[stack],
+                    block=None if block == NO_BLOCK else _facts(*fact),
+                )
+            )
+        return rows
+
+    def _label_of(self, category: int, reason: int) -> str:
+        name = CATEGORIES[category]
+        return LABELS[name] if name != "unknown" else REASON_TEXT[Reason(reason)]
 
     def _key(self, first: int, by: str) -> str | None:
         if by == "stream":
@@ -219,20 +242,38 @@ class _Groups:
         rows = np.unique(shown).tolist()
         return None if NOT_RECORDED in rows else innermost_common(self.shown.table, rows)
 
-    def _facts(self, block: int) -> BlockFacts:
-        blocks = self.replay.lifetimes
-        return BlockFacts(
-            address=int(blocks.address[block]),
-            size=int(blocks.size[block]),
-            requested=int(blocks.requested[block]),
-            born=int(blocks.born[block]),
-            freed=int(blocks.freed[block]),
-            died=int(blocks.died[block]),
-            stream=int(blocks.stream[block]),
-            pool="large" if blocks.large[block] else "small",
-            segment=self.segments.address(block),
-            before_recording=bool(blocks.born[block] < 0),
-        )
+
+def _pairs(left: NDArray[np.uint8], right: NDArray[np.uint8]) -> set[tuple[int, int]]:
+    return set(zip(left.tolist(), right.tolist(), strict=True))
+
+
+def _fact_columns(blocks: Lifetimes) -> tuple[NDArray[Any], ...]:
+    """What `_facts` takes, without the address of the segment."""
+    return (
+        blocks.address,
+        blocks.size,
+        blocks.requested,
+        blocks.born,
+        blocks.freed,
+        blocks.died,
+        blocks.stream,
+        blocks.large,
+    )
+
+
+def _facts(
+    address: int,
+    size: int,
+    requested: int,
+    born: int,
+    freed: int,
+    died: int,
+    stream: int,
+    large: bool,
+    segment: int | None,
+) -> BlockFacts:
+    pool = "large" if large else "small"
+    return BlockFacts(address, size, requested, born, freed, died, stream, pool, segment, born < 0)
 
 
 class _SegmentLookup:
@@ -243,12 +284,15 @@ class _SegmentLookup:
         ranges = np.flatnonzero(self.spans.expandable & self.spans.alive_at(event))
         self.starts = np.sort(self.spans.address[ranges])
 
-    def address(self, block: int) -> int | None:
-        span = int(self.blocks.span[block])
-        if span >= 0:
-            return int(self.spans.address[span])
-        index = int(np.searchsorted(self.starts, self.blocks.address[block], side="right")) - 1
-        return int(self.starts[index]) if index >= 0 else None
+    def addresses(self, blocks: NDArray[np.int64]) -> list[int | None]:
+        """Of each of these rows of the lifetimes; None where no range is known."""
+        span = self.blocks.span[blocks].astype(np.int64)
+        place = np.searchsorted(self.starts, self.blocks.address[blocks], side="right") - 1
+        mapped = self.starts[place] if len(self.starts) else np.zeros(len(blocks), np.uint64)
+        own = self.spans.address[span] if len(self.spans) else mapped
+        known = (span >= 0) | (place >= 0)
+        found = np.where(span >= 0, own, mapped).tolist()
+        return [address if is_known else None for address, is_known in zip(found, known.tolist(), strict=True)]
 
 
 def _heaviest(values: NDArray[np.generic], size: NDArray[np.int64]) -> int:
