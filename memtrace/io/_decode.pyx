@@ -43,10 +43,11 @@ include "_decode_walk.pxi"
 
 if (
     MAX_DEPTH, MAX_INTEGER_BYTES, MAX_KEYS, MAX_KEY_BYTES, MAX_TEXT_BYTES, DICT_WEIGHT, SEQUENCE_WEIGHT, FREE_WEIGHT,
-    FREE_VALUES, MAX_DEVICES,
+    FREE_VALUES, MAX_DEVICES, MAX_CONTAINERS, MAX_NAMES,
 ) != (
     roles.MAX_DEPTH, roles.MAX_INTEGER_BYTES, roles.MAX_KEYS, roles.MAX_KEY_BYTES, roles.MAX_TEXT_BYTES,
     roles.DICT_WEIGHT, roles.SEQUENCE_WEIGHT, roles.FREE_WEIGHT, roles.FREE_VALUES, roles.MAX_DEVICES,
+    roles.MAX_CONTAINERS, roles.MAX_NAMES,
 ):
     raise ImportError("the decoder was built for other limits: build it again")
 
@@ -81,6 +82,7 @@ class Opaque:
     """A value that memtrace does not read."""
 
 
+Opaque.__name__ = "list or dict"  # as it is called in errors
 OPAQUE = Opaque()
 BLOCK_MASK = {
     "says_address": SAYS_ADDRESS,
@@ -150,6 +152,7 @@ cdef class Decoder:
     cdef Machine machine
     cdef Input source
     cdef object readinto
+    cdef dict known_texts
 
     def __cinit__(self, readinto):
         cdef Machine* m = &self.machine
@@ -159,6 +162,7 @@ cdef class Decoder:
         memset(m, 0, sizeof(Machine))
         memset(&self.source, 0, sizeof(Input))
         self.readinto = readinto
+        self.known_texts = {}
         self.source.data = <uint8_t*>malloc(BUFFER + PADDING)
         m.secret.first = load_word(random, 8) | 1
         m.secret.second = load_word(random + 8, 8) | 1
@@ -204,6 +208,11 @@ cdef class Decoder:
         free(m.block_state)
         free(m.block_stack)
         free(m.pasts)
+        free(m.note_mask)
+        free(m.note_name)
+        free(m.note_stage)
+        free(m.note_device)
+        free(m.note_time)
 
     cdef void forget(self):
         """Frees what only the walk needs."""
@@ -267,18 +276,31 @@ cdef class Decoder:
         cdef uint64_t length = source.end - source.at
         if m.failure == NO_MEMORY:
             return MemoryError()
-        length = 512 if length > 512 else length
+        cdef bint right_before = (
+            source.text_before_to
+            and source.text_from - source.text_before_to <= 1
+            and m.consumed - source.text_to <= 1
+        )
+        length = NAMES_ROOM if length > NAMES_ROOM else length
         return Refused(
             FAILURES[m.failure],
             m.consumed,
             m.consumed - source.at + source.end,
             (<char*>source.data)[source.at : source.at + length],
-            (self.text(source.text_before), self.text(source.text)) if source.text_before or source.text else None,
-            m.failed_row,
-            WORDS[m.failed_word],
+            (self.text(source.text_before), self.text(source.text)) if right_before else None,
+            m.bad_row,
+            WORDS[m.bad_word],
         )
 
     cdef text(self, uint32_t index):
+        """A text: one object, however often the file refers to it."""
+        cdef Interned* texts = &self.machine.texts
+        text = self.known_texts.get(index)
+        if text is None:
+            text = self.known_texts[index] = self.decoded(index)
+        return text
+
+    cdef decoded(self, uint32_t index):
         cdef Interned* texts = &self.machine.texts
         return PyUnicode_DecodeUTF8(
             <char*>texts.data + table_start(texts, index), table_length(texts, index), "surrogatepass"
@@ -315,14 +337,28 @@ cdef class Decoder:
         }
 
     def extras(self):
-        """(row, is it `cpp_frames`?, value) of the rare values of events, in the file's order."""
+        """(row, is it `cpp_frames`?, value) of the rare values of events: `device_free` of an OOM. Before `columns`."""
         cdef uint64_t index
         cdef Extra* extra
         found = []
         for index in range(self.machine.extra_count):
             extra = &self.machine.extras[index]
-            found.append((extra.row >> 1, bool(extra.row & 1), self.value(&extra.cell)))
+            if extra.row & 1 or self.machine.action[extra.row >> 1] == OOM:
+                found.append((extra.row >> 1, bool(extra.row & 1), self.value(&extra.cell)))
         return found
+
+    def annotations(self):
+        """All annotations: memory of each column; `name` and `stage` are texts' numbers, `bad` what is missing or
+        wrong."""
+        cdef Machine* m = &self.machine
+        cdef size_t rows = m.notes
+        return {
+            "bad": adopt(<void**>&m.note_mask, rows),
+            "name": adopt(<void**>&m.note_name, rows * 4),
+            "stage": adopt(<void**>&m.note_stage, rows * 4),
+            "device": adopt(<void**>&m.note_device, rows * 8),
+            "time_us": adopt(<void**>&m.note_time, rows * 8),
+        }
 
     def event_keys(self):
         """All keys that events have."""
@@ -431,17 +467,18 @@ cdef class Decoder:
         return number
 
     def cpp_frame(self, text):
-        """The number of the frame of a C++ function of which only the name is known."""
+        """The number of the frame of a C++ function of which only the name is known, by the text's number."""
         cdef uint32_t[4] frame
         cdef bytes unknown = b"??"
-        cdef bytes name = text.encode("utf-8", "surrogatepass")
-        cdef uint32_t number
+        cdef uint32_t number = text
+        if number >= self.machine.texts.count:
+            raise IndexError(text)
         frame[0] = intern(&self.machine.texts, unknown, len(unknown), &self.machine.secret)
-        frame[1] = intern(&self.machine.texts, name, len(name), &self.machine.secret)
+        frame[1] = number
         frame[2] = 0
         frame[3] = 0
         number = intern(&self.machine.frames, <uint8_t*>frame, sizeof(frame), &self.machine.secret)
-        if frame[0] == FULL or frame[1] == FULL or number == FULL:
+        if frame[0] == FULL or number == FULL:
             raise MemoryError
         return number
 
@@ -453,8 +490,8 @@ cdef class Decoder:
         return [self.text(number) for number in numbers]
 
     def list_of_texts(self, index):
-        """The texts of a list of them."""
-        return self.texts(self.numbers(&self.machine.lists, index))
+        """The texts of a list of them, by their numbers."""
+        return self.numbers(&self.machine.lists, index)
 
     cdef numbers(self, const Interned* table, index):
         cdef uint32_t number = index
@@ -504,7 +541,7 @@ cdef class Decoder:
         cdef const Cell* cells = self.machine.cells + node.start
         if node.role == TRACES:
             return OPAQUE
-        if node.role == BLOCKS:
+        if node.role == BLOCKS or node.role == NOTES:
             return Rows(node.start, node.count)
         if node.is_dict:
             return {self.value(&cells[index]): self.value(&cells[index + 1]) for index in range(0, node.count, 2)}

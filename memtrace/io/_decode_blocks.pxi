@@ -1,4 +1,4 @@
-"""Blocks of the memory map: from the items of a dict to a row of the columns, as with events."""
+"""Blocks of the memory map, and annotations: from the items of a dict to a row of columns, as with events."""
 
 cdef enum:
     SAYS_ADDRESS = 1
@@ -71,7 +71,11 @@ cdef bint fill_block(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
         value = &m.stack[slot + 1]
         if key >= m.key_seen_capacity and not see_key(m, key):
             return False
-        m.key_seen[key] |= BLOCK_KEY
+        if not m.key_seen[key] & BLOCK_KEY:
+            m.block_names += 1
+            if m.block_names > MAX_NAMES:
+                return fail(m, TOO_MANY_NAMES)
+            m.key_seen[key] |= BLOCK_KEY
         if not check_place(m, target, slot) or not set_block_item(m, target.row, key, value):
             return False
     return True
@@ -106,13 +110,91 @@ cdef bint set_block_item(Machine* m, uint64_t row, uint32_t key, const Cell* val
     return True
 
 
-cdef bint fill_blocks(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
-    """The blocks of a segment: each was made there, one after the other."""
+cdef bint fill_rows(Machine* m, Fresh* target, uint64_t first, uint8_t tag) noexcept nogil:
+    """The blocks of a segment, or annotations: each was made there, one after the other."""
     cdef uint64_t slot
     if target.count == 0 and m.height > first:
         target.row = m.stack[first].value
     for slot in range(first, m.height):
-        if m.stack[slot].tag != A_BLOCK or m.stack[slot].value != target.row + target.count:
+        if m.stack[slot].tag != tag or m.stack[slot].value != target.row + target.count:
             return fail(m, MISPLACED)
         target.count += 1
+    return True
+
+
+cdef enum:
+    BAD_NAME = 1
+    BAD_STAGE = 2
+    BAD_DEVICE = 4
+    BAD_TIME = 8
+    MAX_ORDINAL = 0x7FFFFFFF
+
+
+cdef bint grow_notes(Machine* m) noexcept nogil:
+    cdef size_t room = m.notes_capacity * 2 if m.notes_capacity else 1024
+    cdef size_t held = m.notes_capacity
+    if not grow(<void**>&m.note_mask, &held, room, 1):
+        return False
+    held = m.notes_capacity
+    if not grow(<void**>&m.note_name, &held, room, 4):
+        return False
+    held = m.notes_capacity
+    if not grow(<void**>&m.note_stage, &held, room, 4):
+        return False
+    held = m.notes_capacity
+    if not grow(<void**>&m.note_device, &held, room, 8):
+        return False
+    held = m.notes_capacity
+    if not grow(<void**>&m.note_time, &held, room, 8):
+        return False
+    m.notes_capacity = room
+    return True
+
+
+cdef bint start_note(Machine* m, Fresh* fresh) noexcept nogil:
+    cdef uint64_t row = m.notes
+    if row >= m.notes_capacity and not grow_notes(m):
+        return fail(m, NO_MEMORY)
+    m.note_mask[row] = BAD_NAME | BAD_STAGE | BAD_TIME
+    m.note_name[row] = W_EMPTY
+    m.note_stage[row] = W_EMPTY
+    m.note_device[row] = 0
+    m.note_time[row] = 0
+    m.notes = row + 1
+    fresh.row = row
+    return True
+
+
+cdef inline void mark_note(Machine* m, uint64_t row, uint8_t bad, bint good) noexcept nogil:
+    if good:
+        m.note_mask[row] &= ~bad
+    else:
+        m.note_mask[row] |= bad
+
+
+cdef bint fill_note(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
+    cdef uint64_t slot
+    cdef uint64_t row = target.row
+    cdef uint64_t key
+    cdef Cell* value
+    target.count += <uint32_t>((m.height - first) // 2)
+    if target.count > MAX_KEYS:
+        return fail(m, TOO_MANY_KEYS)
+    for slot in range(first, m.height, 2):
+        key = m.stack[slot].value
+        value = &m.stack[slot + 1]
+        if not check_place(m, target, slot):
+            return False
+        if key == W_NAME:
+            m.note_name[row] = <int32_t>value.value if value.tag == TEXT else W_EMPTY
+            mark_note(m, row, BAD_NAME, value.tag == TEXT)
+        elif key == W_STAGE:
+            m.note_stage[row] = <int32_t>value.value if value.tag == TEXT else W_EMPTY
+            mark_note(m, row, BAD_STAGE, value.tag == TEXT and (value.value == W_START or value.value == W_END))
+        elif key == W_DEVICE:
+            m.note_device[row] = <int64_t>value.value
+            mark_note(m, row, BAD_DEVICE, value.tag == INTEGER and -MAX_ORDINAL <= <int64_t>value.value <= MAX_ORDINAL)
+        elif key == W_TIME:
+            m.note_time[row] = <int64_t>value.value
+            mark_note(m, row, BAD_TIME, is_count(value))
     return True

@@ -8,34 +8,41 @@ Whatever looks different by one byte is left to the general rules: then nothing 
 
 
 cdef uint64_t quick_event(Machine* m, const uint8_t* data, uint64_t at, uint64_t end) noexcept nogil:
-    """Reads the event that begins at `at`, if it is one as torch writes it: where it ends, else 0."""
-    cdef uint64_t row = m.rows
+    """Reads the event that begins at `at`, if it is one as torch writes it: where it ends, else 0.
+
+    0 with `m.failure` set: it is such an event, and cannot be taken."""
+    cdef Cell[2 * MAX_KEYS] items
     cdef uint64_t weight = m.weight
-    cdef uint64_t extra_count = m.extra_count
     cdef uint32_t memo_count = m.memo_count
     cdef uint64_t next_at = 0
+    cdef uint32_t count = 0
+    cdef uint32_t index
     cdef Fresh* last
+    m.failure = FINE
     if data[at + 1] != 0x94 or data[at + 2] != 0x28 or role_in_batch(m, True) != AN_EVENT:
         return 0
     last = &m.fresh[m.fresh_count - 1]
+    if last.slot >= m.fence and (last.role != AN_EVENT or last.slot + 1 != m.height):
+        return 0
+    if weigh(m, DICT_WEIGHT) and keep_entry(m, <uint32_t>ONCE << 28):
+        next_at = quick_items(m, data, at + 3, end, items, &count)
+    # another batch of items could follow, or a call for it: not as torch writes
+    if next_at == 0 or (data[next_at] != 0x7D and data[next_at] != 0x65):
+        m.weight = weight
+        m.memo_count = memo_count
+        m.failure = FINE
+        return 0
     if last.slot >= m.fence:
         # the event before: nothing can reach it any more
-        if last.role != AN_EVENT or last.slot + 1 != m.height:
-            return 0
         m.fresh_count -= 1
         if not close(m, last):
-            m.fresh_count += 1
             return 0
-    if weigh(m, DICT_WEIGHT) and keep_entry(m, <uint32_t>ONCE << 28) and start_row(m):
-        next_at = quick_items(m, data, at + 3, end, row)
-        # another batch of items could follow, or a call for it: not as torch writes
-        if next_at and (data[next_at] == 0x7D or data[next_at] == 0x65) and push(m, EVENT, row):
-            return next_at
-    m.rows = row
-    m.weight = weight
-    m.extra_count = extra_count
-    m.memo_count = memo_count
-    return 0
+    if not start_row(m) or not push(m, EVENT, m.rows - 1):
+        return 0
+    for index in range(count):
+        if not set_item(m, m.rows - 1, <uint32_t>items[2 * index].value, &items[2 * index + 1]):
+            return 0
+    return next_at
 
 
 cdef inline bint keep_entry(Machine* m, uint32_t entry) noexcept nogil:
@@ -66,21 +73,24 @@ cdef inline uint64_t quick_reference(Machine* m, const uint8_t* data, uint64_t a
     return at
 
 
-cdef uint64_t quick_items(Machine* m, const uint8_t* data, uint64_t at, uint64_t end, uint64_t row) noexcept nogil:
-    """The items up to SETITEMS: where that ends, else 0."""
-    cdef Cell key
-    cdef Cell value
-    cdef uint32_t count
-    for count in range(MAX_KEYS + 1):
+cdef uint64_t quick_items(
+    Machine* m, const uint8_t* data, uint64_t at, uint64_t end, Cell* items, uint32_t* count
+) noexcept nogil:
+    """The items (keys and values by turns) up to SETITEMS: where that ends, else 0."""
+    cdef uint32_t found
+    for found in range(MAX_KEYS + 1):
         if at + 2 * WIDEST > end:
             return 0
         if data[at] == 0x75:  # SETITEMS
-            return at + 1 if count else 0
-        at = quick_reference(m, data, at, &key)
-        if at == 0 or key.tag != TEXT or key.value >= W_ACTIONS:
+            count[0] = found
+            return at + 1 if found else 0
+        if found == MAX_KEYS:
             return 0
-        at = quick_value(m, data, at, end, &value)
-        if at == 0 or not set_item(m, row, <uint32_t>key.value, &value):
+        at = quick_reference(m, data, at, &items[2 * found])
+        if at == 0 or items[2 * found].tag != TEXT or items[2 * found].value >= W_ACTIONS:
+            return 0
+        at = quick_value(m, data, at, end, &items[2 * found + 1])
+        if at == 0:
             return 0
     return 0
 
@@ -163,7 +173,7 @@ cdef uint64_t quick_stack(Machine* m, const uint8_t* data, uint64_t at, uint64_t
         cell.value = 0
         return at + 2
     at += 3
-    start = open_end(m, True)
+    start = ids_end(m)
     while True:
         if at + 2 * WIDEST > end or count >= MAX_STACK_FRAMES:
             return 0

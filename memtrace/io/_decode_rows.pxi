@@ -91,6 +91,8 @@ cdef bint start_trace(Machine* m) noexcept nogil:
 cdef inline bint start_row(Machine* m) noexcept nogil:
     """A row with nothing in it."""
     cdef uint64_t row = m.rows
+    if m.has_action and not number_action(m):
+        return False
     if row >= m.rows_capacity and not grow_rows(m):
         return fail(m, NO_MEMORY)
     m.mask[row] = 0
@@ -114,9 +116,12 @@ cdef bint start_event(Machine* m, Fresh* fresh) noexcept nogil:
 
 
 cdef bint bad_event(Machine* m, uint64_t row, int word) noexcept nogil:
-    m.failed_row = row
-    m.failed_word = word
-    return fail(m, BAD_EVENT)
+    """The walk goes on: that a file asks for code to be run matters more."""
+    if not m.has_bad_event:
+        m.has_bad_event = True
+        m.bad_row = row
+        m.bad_word = word
+    return True
 
 
 cdef inline void note(Machine* m, uint64_t row, int word, bint good, int has) noexcept nogil:
@@ -142,7 +147,11 @@ cdef inline bint set_item(Machine* m, uint64_t row, uint32_t key, const Cell* va
     """One item of an event. What is wrong in the file is BAD_EVENT; what nobody reads is let through."""
     if key >= m.key_seen_capacity and not see_key(m, key):
         return False
-    m.key_seen[key] |= EVENT_KEY
+    if not m.key_seen[key] & EVENT_KEY:
+        m.event_names += 1
+        if m.event_names > MAX_NAMES:
+            return fail(m, TOO_MANY_NAMES)
+        m.key_seen[key] |= EVENT_KEY
     if key == W_ADDR:
         m.addr[row] = value.value
         note(m, row, key, is_count(value), HAS_ADDR)
@@ -198,25 +207,33 @@ cdef bint set_time(Machine* m, uint64_t row, const Cell* value) noexcept nogil:
     return True
 
 
-cdef bint set_action(Machine* m, uint64_t row, const Cell* value) noexcept nogil:
-    cdef uint32_t index
+cdef inline bint set_action(Machine* m, uint64_t row, const Cell* value) noexcept nogil:
     note(m, row, W_ACTION, value.tag == TEXT, HAS_ACTION)
-    if value.tag != TEXT:
-        return True
-    if W_ACTIONS <= value.value < W_ACTIONS + KNOWN_ACTIONS:
+    if value.tag == TEXT and W_ACTIONS <= value.value < W_ACTIONS + KNOWN_ACTIONS:
         m.action[row] = <uint8_t>(value.value - W_ACTIONS)
-        return True
-    for index in range(m.action_count):
-        if m.actions[index] == value.value:
-            m.action[row] = <uint8_t>(KNOWN_ACTIONS + index)
-            return True
-    if KNOWN_ACTIONS + m.action_count >= MAX_ACTIONS:
-        return fail(m, TOO_MANY_ACTIONS)
-    if not grow(<void**>&m.actions, &m.actions_capacity, m.action_count + 1, 4):
-        return fail(m, NO_MEMORY)
-    m.actions[m.action_count] = <uint32_t>value.value
-    m.action[row] = <uint8_t>(KNOWN_ACTIONS + m.action_count)
-    m.action_count += 1
+        m.has_action = False
+    elif value.tag == TEXT:
+        # numbered when the event is whole: a later item of the same key may replace it
+        m.has_action = True
+        m.action_row = row
+        m.action_text = <uint32_t>value.value
+    return True
+
+
+cdef bint number_action(Machine* m) noexcept nogil:
+    """A code for the name of an action that is not known."""
+    cdef uint32_t index = 0
+    m.has_action = False
+    while index < m.action_count and m.actions[index] != m.action_text:
+        index += 1
+    if index == m.action_count:
+        if KNOWN_ACTIONS + m.action_count >= MAX_ACTIONS:
+            return fail(m, TOO_MANY_ACTIONS)
+        if not grow(<void**>&m.actions, &m.actions_capacity, m.action_count + 1, 4):
+            return fail(m, NO_MEMORY)
+        m.actions[index] = m.action_text
+        m.action_count += 1
+    m.action[m.action_row] = <uint8_t>(KNOWN_ACTIONS + index)
     return True
 
 
@@ -257,14 +274,21 @@ cdef bint set_pool(Machine* m, uint64_t row, const Cell* value) noexcept nogil:
 cdef bint set_extra(Machine* m, uint64_t row, uint32_t key, const Cell* value) noexcept nogil:
     """`device_free` (a number) or `cpp_frames` (a list of texts). The last one of an event counts."""
     cdef Extra* extra
+    cdef uint64_t index = m.extra_count
+    cdef uint64_t tagged = row << 1 | (1 if key == W_CPP else 0)
     if key == W_CPP:
         note(m, row, key, value.tag == TEXTS or value.tag == NONE or (value.tag == STACK and value.value == 0), 0)
     if value.tag >= EVENT:
         return fail(m, MISPLACED)
+    while index > 0 and m.extras[index - 1].row >> 1 == row:
+        index -= 1
+        if m.extras[index].row == tagged:
+            m.extras[index].cell = value[0]
+            return True
     if not grow(<void**>&m.extras, &m.extras_capacity, m.extra_count + 1, sizeof(Extra)):
         return fail(m, NO_MEMORY)
     extra = &m.extras[m.extra_count]
-    extra.row = row << 1 | (1 if key == W_CPP else 0)
+    extra.row = tagged
     extra.cell = value[0]
     m.extra_count += 1
     return True
@@ -288,6 +312,9 @@ cdef inline bint end_event(Machine* m, TraceRange* trace) noexcept nogil:
     cdef uint16_t mask = m.mask[row]
     cdef uint8_t action
     cdef int word
+    trace.end = row + 1
+    if m.has_action and m.action_row == row and not number_action(m):
+        return False
     if mask & ANY_BAD:
         for word in range(W_CPP + 1):
             if mask & BAD_ITEM << word:
@@ -297,12 +324,12 @@ cdef inline bint end_event(Machine* m, TraceRange* trace) noexcept nogil:
     action = m.action[row]
     if not mask & HAS_ADDR and action < OOM:
         return bad_event(m, row, W_ADDR)
-    if not mask & HAS_SIZE and action < KNOWN_ACTIONS:
+    if not mask & HAS_SIZE and action <= OOM:
         return bad_event(m, row, W_SIZE)
-    trace.total += <uint64_t>m.size[row]
+    if trace.total < SUM_LIMIT:
+        trace.total += <uint64_t>m.size[row]
     if trace.total >= SUM_LIMIT or (action <= SEGMENT_UNMAP and m.addr[row] + <uint64_t>m.size[row] > LIMIT):
         return bad_event(m, row, W_SIZE)
     if mask & HAS_TIME:
         trace.timed += 1
-    trace.end = row + 1
     return True

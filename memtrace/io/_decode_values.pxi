@@ -13,6 +13,8 @@ cdef enum:
     FREE_VALUES = 1000000
     MAX_STACK_FRAMES = 100000
     MAX_DEVICES = 512
+    MAX_CONTAINERS = 500000
+    MAX_NAMES = 1000
     WIDEST = 16  # no opcode with its operand is longer, texts apart
 
 cdef enum:
@@ -34,6 +36,7 @@ cdef enum:
     EVENT = 13  # from here on: with a role
     NODE = 14
     A_BLOCK = 15
+    A_NOTE = 16
 
 cdef enum:
     IS_DICT = 0x80
@@ -67,13 +70,13 @@ cdef enum:
     # ids of the texts that are interned first: `WORDS` in this order
     W_ACTION, W_ADDR, W_SIZE, W_STREAM, W_FRAMES, W_TIME, W_CONTEXT, W_METADATA, W_POOL, W_DEVICE_FREE, W_CPP
     W_TRACES, W_SEGMENTS, W_SETTINGS, W_NOTES, W_BLOCKS, W_HISTORY, W_FILENAME, W_LINE, W_NAME
-    W_ADDRESS, W_REQUESTED, W_STATE, W_EMPTY, W_NA
+    W_ADDRESS, W_REQUESTED, W_STATE, W_STAGE, W_DEVICE, W_START, W_END, W_EMPTY, W_NA
     W_ACTIONS
 
 WORDS = (
     *"action addr size stream frames time_us compile_context user_metadata pool_id device_free cpp_frames".split(),
     *"device_traces segments allocator_settings external_annotations blocks history filename line name".split(),
-    *"address requested_size state".split(),
+    *"address requested_size state stage device START END".split(),
     "", "N/A",
     *"alloc free_requested free_completed segment_alloc segment_free segment_map segment_unmap oom snapshot".split(),
     "annotate",
@@ -84,14 +87,14 @@ cdef enum:
     NO_MEMORY, REFUSED_OPCODE, CUT_OFF, NOT_KEPT, NO_BEGINNING, NOT_THERE, NO_CONTAINER, KEPT_TWICE, NO_VALUE, ITSELF
     NUMBERING, KEEPS_NUMBER, TOO_DEEP, BAD_KEY, TOO_HEAVY, TOO_MANY_VALUES, TOO_MANY_KEYS, LONG_INTEGER
     NEGATIVE_LENGTH, LONG_TEXT, NOT_UTF8, SHARED, MISPLACED, LEFT_OVER
-    BAD_EVENT, TOO_MANY_DEVICES, TOO_MANY_ACTIONS
+    BAD_EVENT, TOO_MANY_DEVICES, TOO_MANY_ACTIONS, TOO_MANY_CONTAINERS, TOO_MANY_NAMES
 
 FAILURES = (
     "fine",
     *"no_memory refused_opcode cut_off not_kept no_beginning not_there no_container kept_twice no_value itself".split(),
     *"numbering keeps_number too_deep bad_key too_heavy too_many_values too_many_keys long_integer".split(),
     *"negative_length long_text not_utf8 shared misplaced left_over".split(),
-    *"bad_event too_many_devices too_many_actions".split(),
+    *"bad_event too_many_devices too_many_actions too_many_containers too_many_names".split(),
 )
 
 cdef struct Cell:
@@ -111,7 +114,8 @@ cdef struct Mark:
 cdef struct Fresh:
     # a container in the stack slot where it was made: it may still grow
     uint64_t slot
-    uint64_t start  # of its content in `open_ids` or `open_cells`
+    uint64_t ids_start  # where its content begins in `open_ids`, or would
+    uint64_t cells_start  # and in `open_cells`
     uint64_t row
     int64_t filename  # of what may be a frame: text id, -1 not said, -2 no text
     int64_t function
@@ -125,6 +129,7 @@ cdef struct Fresh:
     bint fetched
     uint8_t holding
     uint8_t height
+    Cell settled  # what it is, once it was fetched: then it cannot change any more
 
 cdef struct TraceRange:
     uint64_t start
@@ -209,14 +214,29 @@ cdef struct Machine:
     int32_t* block_stack
     size_t blocks_capacity
     uint64_t blocks
+    uint8_t* note_mask
+    int32_t* note_name  # text ids
+    int32_t* note_stage
+    int64_t* note_device
+    int64_t* note_time
+    size_t notes_capacity
+    uint64_t notes
+    uint64_t containers  # segments, settings and the like
+    uint32_t event_names  # different keys of events, of blocks
+    uint32_t block_names
+    bint has_traces
+    uint64_t action_row  # the event whose action was named last, and the text
+    uint32_t action_text
+    bint has_action
     Extra* pasts  # `history` of blocks
     size_t pasts_capacity
     uint64_t past_count
 
     Cell result
     int failure
-    uint64_t failed_row
-    int failed_word
+    bint has_bad_event  # the first one: what makes a file unsafe is said first
+    uint64_t bad_row
+    int bad_word
 
 
 cdef inline bint fail(Machine* m, int failure) noexcept nogil:
@@ -225,8 +245,6 @@ cdef inline bint fail(Machine* m, int failure) noexcept nogil:
 
 
 cdef bint grow_stack(Machine* m) noexcept nogil:
-    if m.height >= FREE_VALUES and m.height * 16 > m.consumed:
-        return fail(m, TOO_MANY_VALUES)
     if not grow(<void**>&m.stack, &m.stack_capacity, m.height + 1, sizeof(Cell)):
         return fail(m, NO_MEMORY)
     return True
@@ -326,7 +344,7 @@ cdef bint fetch_open(Machine* m, uint32_t index) noexcept nogil:
     if not settle(m, fresh, &cell):
         return False
     fresh.fetched = True
-    # the memo keeps saying OPEN until the container leaves its slot, so that it settles the same way again
+    fresh.settled = cell
     return push(m, cell.tag, cell.value)
 
 
@@ -338,6 +356,9 @@ cdef bint settle(Machine* m, Fresh* fresh, Cell* cell) noexcept nogil:
     cdef uint32_t[4] frame
     cdef int64_t[2] pair
     cdef uint32_t index = 0
+    if fresh.fetched:
+        cell[0] = fresh.settled
+        return True
     cell.tag = JUNK
     cell.value = fresh.height | (IS_DICT if fresh.is_dict else 0)
     if fresh.is_dict:
@@ -351,10 +372,10 @@ cdef bint settle(Machine* m, Fresh* fresh, Cell* cell) noexcept nogil:
     elif fresh.holding == NOTHING:
         cell.tag = STACK
     elif fresh.holding == FRAMES and fresh.count <= MAX_STACK_FRAMES:
-        index = intern(&m.stacks, <uint8_t*>(m.open_ids + fresh.start), <size_t>fresh.count * 4, &m.secret)
+        index = intern(&m.stacks, <uint8_t*>(m.open_ids + fresh.ids_start), <size_t>fresh.count * 4, &m.secret)
         cell.tag = STACK
     elif fresh.holding == NAMES:
-        index = intern(&m.lists, <uint8_t*>(m.open_ids + fresh.start), <size_t>fresh.count * 4, &m.secret)
+        index = intern(&m.lists, <uint8_t*>(m.open_ids + fresh.ids_start), <size_t>fresh.count * 4, &m.secret)
         cell.tag = TEXTS
     elif fresh.holding == NUMBERS and fresh.count == 2 and fresh.first >= 0 and fresh.second >= 0:
         pair[0], pair[1] = fresh.first, fresh.second
@@ -370,18 +391,18 @@ cdef bint settle(Machine* m, Fresh* fresh, Cell* cell) noexcept nogil:
 cdef bint close_node(Machine* m, Fresh* fresh, Cell* cell) noexcept nogil:
     """Moves the content of a container with a role to its final place."""
     cdef Node* node
-    cdef size_t count = 0 if fresh.role == BLOCKS else fresh.count
+    cdef size_t count = fresh.count if has_cells(fresh.role) else 0
     if not grow(<void**>&m.nodes, &m.nodes_capacity, m.node_count + 1, sizeof(Node)) or not grow(
         <void**>&m.cells, &m.cells_capacity, m.cell_count + count + 1, sizeof(Cell)
     ):
         return fail(m, NO_MEMORY)
     node = &m.nodes[m.node_count]
-    node.start = fresh.row if fresh.role == BLOCKS else m.cell_count
+    node.start = m.cell_count if has_cells(fresh.role) else fresh.row
     node.count = fresh.count
     node.role = fresh.role
     node.is_dict = fresh.is_dict
     if count:
-        memcpy(m.cells + m.cell_count, m.open_cells + fresh.start, count * sizeof(Cell))
+        memcpy(m.cells + m.cell_count, m.open_cells + fresh.cells_start, count * sizeof(Cell))
     m.cell_count += count
     cell.tag = NODE
     cell.value = m.node_count
@@ -398,8 +419,8 @@ cdef bint close(Machine* m, Fresh* fresh) noexcept nogil:
         if fresh.memo:
             m.memo[fresh.memo - 1] = <uint32_t>cell.tag << 28 | <uint32_t>cell.value
         return True
-    if fresh.role == AN_EVENT or fresh.role == BLOCK:
-        cell.tag = EVENT if fresh.role == AN_EVENT else A_BLOCK
+    if fresh.role == AN_EVENT or fresh.role == BLOCK or fresh.role == NOTE:
+        cell.tag = EVENT if fresh.role == AN_EVENT else A_BLOCK if fresh.role == BLOCK else A_NOTE
         cell.value = fresh.row
         return True
     return close_node(m, fresh, cell)
@@ -500,7 +521,7 @@ cdef bint make(Machine* m, bint is_dict) noexcept nogil:
     cdef Fresh* before
     if not weigh(m, DICT_WEIGHT if is_dict else SEQUENCE_WEIGHT):
         return False
-    if (role == AN_EVENT or role == BLOCK) and m.fresh_count:
+    if (role == AN_EVENT or role == BLOCK or role == NOTE) and m.fresh_count:
         before = &m.fresh[m.fresh_count - 1]
         if before.role == role and before.slot + 1 == m.height:
             # nothing can reach the one before any more; C++ writes millions of them before it lists them
@@ -519,37 +540,57 @@ cdef bint make(Machine* m, bint is_dict) noexcept nogil:
     fresh.height = 1
     fresh.filename = -1
     fresh.function = -1
+    fresh.ids_start = ids_end(m)
+    fresh.cells_start = cells_end(m)
     if role == AN_EVENT:
         if not start_event(m, fresh):
             return False
     elif role == BLOCK:
         if not start_block(m, fresh):
             return False
+    elif role == NOTE:
+        if not start_note(m, fresh):
+            return False
     elif role == TRACE:
         if not start_trace(m):
             return False
-    else:
-        fresh.start = open_end(m, role == OTHER)
+    elif role != OTHER and role != BLOCKS and role != TRACES:
+        m.containers += 1
+        if m.containers > MAX_CONTAINERS:
+            return fail(m, TOO_MANY_CONTAINERS)
+    elif role == TRACES:
+        if m.has_traces:
+            return fail(m, MISPLACED)
+        m.has_traces = True
     m.fresh_count += 1
     return push(m, OPEN, m.fresh_count - 1)
 
 
-cdef uint64_t open_end(Machine* m, bint ids) noexcept nogil:
-    """Where the content of all fresh containers ends, in `open_ids` or in `open_cells`."""
-    cdef uint64_t index = m.fresh_count
-    cdef Fresh* fresh
-    while index > 0:
-        index -= 1
-        fresh = &m.fresh[index]
-        if (fresh.role == OTHER) == ids and fresh.role not in (AN_EVENT, TRACE, BLOCK, BLOCKS):
-            return fresh.start + content_of(fresh)
-    return 0
+cdef inline uint64_t ids_end(const Machine* m) noexcept nogil:
+    """Where the content of all fresh containers ends in `open_ids`."""
+    cdef const Fresh* last
+    if m.fresh_count == 0:
+        return 0
+    last = &m.fresh[m.fresh_count - 1]
+    if last.role == OTHER and (last.holding == FRAMES or last.holding == NAMES):
+        return last.ids_start + last.count
+    return last.ids_start
 
 
-cdef inline uint64_t content_of(const Fresh* fresh) noexcept nogil:
-    if fresh.role == OTHER:
-        return fresh.count if fresh.holding == FRAMES or fresh.holding == NAMES else 0
-    return fresh.count
+cdef inline uint64_t cells_end(const Machine* m) noexcept nogil:
+    """And in `open_cells`."""
+    cdef const Fresh* last
+    if m.fresh_count == 0:
+        return 0
+    last = &m.fresh[m.fresh_count - 1]
+    return last.cells_start + (last.count if has_cells(last.role) else 0)
+
+
+cdef inline bint has_cells(uint8_t role) noexcept nogil:
+    """Whether the items of containers of this role are kept as cells."""
+    return role != OTHER and role != AN_EVENT and role != TRACE and role != BLOCK and role != BLOCKS and (
+        role != NOTE and role != NOTES
+    )
 
 
 cdef bint make_tuple(Machine* m, uint64_t first) noexcept nogil:
@@ -620,8 +661,10 @@ cdef bint fill(Machine* m, uint64_t first, bint is_dict) noexcept nogil:
         done = fill_trace(m, first)
     elif target.role == BLOCK:
         done = fill_block(m, target, first)
-    elif target.role == BLOCKS:
-        done = fill_blocks(m, target, first)
+    elif target.role == NOTE:
+        done = fill_note(m, target, first)
+    elif target.role == BLOCKS or target.role == NOTES:
+        done = fill_rows(m, target, first, A_BLOCK if target.role == BLOCKS else A_NOTE)
     else:
         done = fill_node(m, target, first)
     m.height = first
@@ -676,7 +719,7 @@ cdef bint fill_other_list(Machine* m, Fresh* target, uint64_t first) noexcept no
     if height > target.height:
         target.height = height
     if target.holding != MIXED and not grow(
-        <void**>&m.open_ids, &m.open_ids_capacity, target.start + target.count + (m.height - first), 4
+        <void**>&m.open_ids, &m.open_ids_capacity, target.ids_start + target.count + (m.height - first), 4
     ):
         return fail(m, NO_MEMORY)
     for slot in range(first, m.height):
@@ -700,7 +743,7 @@ cdef bint fill_other_list(Machine* m, Fresh* target, uint64_t first) noexcept no
             else:
                 target.second = <int64_t>cell.value
         else:
-            m.open_ids[target.start + target.count] = <uint32_t>cell.value
+            m.open_ids[target.ids_start + target.count] = <uint32_t>cell.value
         target.count += 1
     return True
 
@@ -720,7 +763,7 @@ cdef bint check_place(Machine* m, const Fresh* target, uint64_t slot) noexcept n
         wanted = role_below(target.role, key, True)
     if key == W_FRAMES and has_stack(target.role) and height_of(cell) > 2:
         return fail(m, MISPLACED)
-    if cell.tag == EVENT or cell.tag == A_BLOCK:
+    if cell.tag >= EVENT and cell.tag != NODE:
         return fail(m, MISPLACED)
     if item != OTHER:
         # an empty dict of settings can be taken for the home of the table that follows it
@@ -748,7 +791,7 @@ cdef bint fill_node(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
             return fail(m, MISPLACED)
     if m.height == first:
         return True
-    end = target.start + target.count
+    end = target.cells_start + target.count
     if not grow(<void**>&m.open_cells, &m.open_cells_capacity, end + (m.height - first), sizeof(Cell)):
         return fail(m, NO_MEMORY)
     memcpy(m.open_cells + end, m.stack + first, (m.height - first) * sizeof(Cell))

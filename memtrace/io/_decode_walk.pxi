@@ -4,6 +4,7 @@ cdef enum:
     NEED_INPUT = -1
     CHUNK = 1 << 18
     BUFFER = MAX_TEXT_BYTES + 2 * CHUNK
+    NAMES_ROOM = 512
     PADDING = 32  # after the input: what is read there is noticed afterwards
 
 cdef struct Input:
@@ -13,8 +14,11 @@ cdef struct Input:
     uint64_t wanted  # bytes that must be there before the walk can go on
     bint ended
     uint64_t frame_end  # where the frame that goes furthest ends in the pickle
-    uint32_t text  # the last two texts, for STACK_GLOBAL
+    uint32_t text  # the last two texts, for STACK_GLOBAL, and where in the pickle they are
     uint32_t text_before
+    uint64_t text_from
+    uint64_t text_to
+    uint64_t text_before_to
 
 
 cdef bint walk(Machine* m, Input* source) noexcept nogil:
@@ -41,6 +45,9 @@ cdef bint walk(Machine* m, Input* source) noexcept nogil:
         opcode = data[at]
         next_at = at + 1
         m.consumed = base + at
+        if m.height > FREE_VALUES and m.height * 16 > m.consumed:
+            source.at = at
+            return fail(m, TOO_MANY_VALUES)
         if opcode == 0x68 or opcode == 0x6A:  # BINGET, LONG_BINGET
             # keys and frames: most of what a snapshot is, and often one after the other
             while True:
@@ -55,7 +62,6 @@ cdef bint walk(Machine* m, Input* source) noexcept nogil:
                     break
                 entry = m.memo[index]
                 if entry >= <uint32_t>OPEN << 28:
-                    m.consumed = base + at
                     done = fetch_open(m, index) if entry < <uint32_t>ONCE << 28 else fail(m, SHARED)
                     break
                 if not push(m, <uint8_t>(entry >> 28), entry & 0x0FFFFFFF):
@@ -66,7 +72,10 @@ cdef bint walk(Machine* m, Input* source) noexcept nogil:
                 opcode = data[next_at]
                 if opcode != 0x68 and opcode != 0x6A:
                     break
+                if m.height > FREE_VALUES:
+                    break
                 at = next_at
+                m.consumed = base + at
         elif opcode == 0x94:  # MEMOIZE
             done = keep(m, m.memo_count)
         elif opcode == 0x4B:  # BININT1
@@ -85,7 +94,7 @@ cdef bint walk(Machine* m, Input* source) noexcept nogil:
             next_at = quick_event(m, data, at, end)
             if next_at == 0:
                 next_at = at + 1
-                done = make(m, True)
+                done = m.failure == FINE and make(m, True)
         elif opcode == 0x75:  # SETITEMS
             done = take_mark(m, &first) and fill(m, first, True)
         elif opcode == 0x5D:  # EMPTY_LIST
@@ -117,6 +126,9 @@ cdef bint walk(Machine* m, Input* source) noexcept nogil:
             else:
                 done = push_text(m, source, data + next_at, length)
                 next_at += length
+                source.text_before_to = source.text_to
+                source.text_from = base + at
+                source.text_to = base + next_at
         elif opcode == 0x4A:  # BININT
             next_at = at + 5
             done = push(m, INTEGER, <uint64_t><int64_t><int32_t><uint32_t>load_word(data + at + 1, 4))
@@ -169,6 +181,12 @@ cdef bint walk(Machine* m, Input* source) noexcept nogil:
             if source.frame_end > base + next_at:
                 return fail(m, CUT_OFF)
             return stop(m)
+        elif end - at < NAMES_ROOM and not source.ended:
+            # GLOBAL names what it asks for in two lines
+            source.wanted = NAMES_ROOM
+            source.at = at
+            m.failure = NEED_INPUT
+            return False
         else:
             done = fail(m, REFUSED_OPCODE)
         if done and next_at > end:
@@ -220,5 +238,9 @@ cdef bint stop(Machine* m) noexcept nogil:
     if not close_above(m, 0):
         return False
     m.result = m.stack[0]
+    if m.has_bad_event:
+        return fail(m, BAD_EVENT)
+    if m.has_action and not number_action(m):
+        return False
     m.failure = FINE
     return True

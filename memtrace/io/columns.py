@@ -14,7 +14,7 @@ LIMIT = 2**63
 
 _MAX_KEYS = 64
 _MAX_REPEATS = 100_000
-_SUM_LIMIT = float(2**62)
+_SUM_LIMIT = 2**62
 
 
 def integers(values: Sequence[object], what: str, where: str) -> NDArray[np.int64]:
@@ -48,7 +48,8 @@ def check_integer(value: object, what: str, where: str) -> int:
 
 def check_sum(sizes: NDArray[np.int64], where: str) -> None:
     """Refuses sizes whose sum no 64-bit counter could hold (it would wrap silently)."""
-    if float(sizes.astype(np.float64).sum()) >= _SUM_LIMIT:
+    high, low = int((sizes >> 32).sum()), int((sizes & 0xFFFFFFFF).sum())
+    if (high << 32) + low >= _SUM_LIMIT:
         raise NotASnapshotError(f"{where}: the sizes add up to more than 4 EiB")
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from memtrace.errors import NotASnapshotError
 from memtrace.io.columns import check_dicts, check_integer, check_sum, integers
 from memtrace.io.intern import Interner
+from memtrace.io.roles import MAX_NAMES
 from memtrace.model import Action, Trace
 
 _KNOWN_KEYS = frozenset(
@@ -32,6 +33,8 @@ class Vocabulary:
     def see(self, keys: Iterable[str]) -> None:
         """Keys that events have."""
         self.event_keys.update(keys)
+        if len(self.event_keys) > MAX_NAMES:
+            raise NotASnapshotError("events have more different keys than torch has names for")
         self.unknown_keys.update(set(keys) - _KNOWN_KEYS)
 
     def pool(self, value: object, where: str) -> int:

@@ -74,16 +74,22 @@ class Interner:
 
     def _joined_stacks(self, frames: Sequence[object], cpp_frames: Sequence[object], where: str) -> NDArray[np.int32]:
         ids = np.empty(len(frames), np.int32)
+        plain: dict[int, int] = {}
+        numbers: dict[tuple[int, ...] | None, int] = {}
         known: dict[tuple[int, int], int] = {}
         for index, (items, names) in enumerate(zip(frames, cpp_frames, strict=True)):
-            pair = id(items), id(names)
+            place = f"{where} {index}"
+            if id(items) not in plain:
+                key = None if items is None else self._key(items, place)
+                plain[id(items)] = numbers.setdefault(key, len(numbers))
+            pair = plain[id(items)], id(names)
             if pair not in known:
-                key = self._cpp_key(names, f"{where} {index}")
-                key += () if items is None else self._key(items, f"{where} {index}")
-                known[pair] = NOT_RECORDED if items is None and not key else self._intern_stack(key)
-                self._cpp_frames += len(key) if names else 0
+                inner = self._cpp_key(names, place)
+                key = () if items is None else self._key(items, place)
+                known[pair] = NOT_RECORDED if items is None and not inner else self._intern_stack(inner + key)
+                self._cpp_frames += len(inner + key) if inner else 0
                 if self._cpp_frames > MAX_CPP_FRAMES:
-                    raise NotASnapshotError(f"{where} {index}: stacks of more C++ frames than any program has")
+                    raise NotASnapshotError(f"{place}: stacks of more C++ frames than any program has")
             ids[index] = known[pair]
         return ids
 

@@ -23,7 +23,7 @@ from memtrace.io.refusal import COPY_AGAIN, cut_off, opcode_refusal, refusal
 from memtrace.io.scan import check_header
 from memtrace.io.source import PickleStream
 from memtrace.io.state import BlockColumns, block_state, parse_state
-from memtrace.model import Action, BlockState, SnapshotData, StackTable, StringTable, Trace
+from memtrace.model import Action, Annotations, BlockState, SnapshotData, StackTable, StringTable, Trace
 from memtrace.model.stacks import NOT_RECORDED
 from memtrace.model.state import REQUEST_UNKNOWN
 
@@ -32,7 +32,14 @@ Ids = NDArray[np.int32]
 
 def decode_snapshot(stream: PickleStream) -> SnapshotData:
     """Columns of the pickle in `stream`. Raises a SourceError for whatever is not a snapshot."""
-    decoder = walked(stream.reader)
+    try:
+        return _columns(walked(stream.reader), stream)
+    except MemoryError:
+        hint = "The file is damaged, built to do that, or needs a larger machine."
+        raise TooLargeError("reading the pickle needs more memory than there is", hint=hint) from None
+
+
+def _columns(decoder: _decode.Decoder, stream: PickleStream) -> SnapshotData:
     root = decoder.root()
     top = top_of(root)
     if top.get("device_traces", []) is not _decode.OPAQUE:
@@ -41,7 +48,7 @@ def decode_snapshot(stream: PickleStream) -> SnapshotData:
     events = _Events(decoder, numbers, words)
     segments = check_list(top.get("segments", []), "segments")
     state = parse_state(segments, numbers, words, lambda rows: _blocks(rows, decoder, numbers))
-    annotations = parse_annotations(top.get("external_annotations"), numbers)
+    annotations = _annotations(top.get("external_annotations"), decoder, numbers)
 
     order = np.full(decoder.stack_count, -1, np.int32)
     count = 0
@@ -70,9 +77,6 @@ def walked(stream: io.BufferedReader) -> _decode.Decoder:
         decoder.run()
     except _decode.Refused as refused:
         raise _error(refused) from None
-    except MemoryError:
-        hint = "The file is damaged, built to do that, or needs a larger machine."
-        raise TooLargeError("reading the pickle needs more memory than there is", hint=hint) from None
     except OSError as error:
         raise UnreadableError(f"reading failed: {error.strerror or error}", hint=COPY_AGAIN) from error
     return decoder
@@ -158,10 +162,28 @@ def _take_histories(
     return with_past
 
 
+def _annotations(said: object, decoder: _decode.Decoder, numbers: _Numbers) -> Annotations:
+    """`external_annotations` as columns. Raises NotASnapshotError."""
+    if not isinstance(said, _decode.Rows):
+        return parse_annotations(said, numbers)
+    memory = decoder.annotations()
+    rows = slice(said.start, said.start + said.count)
+    bad = np.frombuffer(memory["bad"], np.uint8)[rows] != 0
+    if bool(bad.any()):
+        what = "a name, a stage (START or END), a device and a time"
+        raise NotASnapshotError(f"annotation {int(bad.argmax()):,} needs {what}")
+    name, stage = (np.frombuffer(memory[key], np.int32)[rows] for key in ("name", "stage"))
+    device, time_us = (np.frombuffer(memory[key], np.int64)[rows] for key in ("device", "time_us"))
+    start = decoder.texts([int(number) for number in np.unique(stage)])
+    starts = [number for number, text in zip(np.unique(stage).tolist(), start, strict=True) if text == "START"]
+    return Annotations(numbers.strings_of(name), np.isin(stage, starts), device.astype(np.int32), time_us)
+
+
 class _Events:
     """The columns of all devices' events, numbered as the reference numbers them, until they become traces."""
 
     def __init__(self, decoder: _decode.Decoder, numbers: _Numbers, words: Vocabulary) -> None:
+        extras = decoder.extras()
         memory = decoder.columns()
         self.action = np.frombuffer(memory["action"], np.uint8)
         self.addr = np.frombuffer(memory["addr"], np.uint64)
@@ -178,7 +200,7 @@ class _Events:
         self.said: list[dict[str, Ids | None]] = []
         words.see(decoder.event_keys())
         self._number_actions(decoder.strange_actions(), words)
-        self._take_extras(decoder, numbers)
+        self._take_extras(extras, numbers)
         for device, rows in enumerate(self.ranges):
             self.said.append({key: self._number_texts(key, rows, decoder, numbers) for key in self.texts})
             if self.pooled[device]:
@@ -198,13 +220,7 @@ class _Events:
                 pool=self.pool[rows] if self.pooled[device] and self.pool is not None else None,
                 compile_context=self.said[device]["compile_context"],
                 user_metadata=self.said[device]["user_metadata"],
-                device_free={
-                    row: check_integer(
-                        self.device_free[rows.start + row], "device_free", f"device {device}, event {row}"
-                    )
-                    for row in np.flatnonzero(self.action[rows] == Action.OOM).tolist()
-                    if rows.start + row in self.device_free
-                },
+                device_free=self._free_at_ooms(device, rows),
             )
             for device, rows in enumerate(self.ranges)
         ]
@@ -231,9 +247,9 @@ class _Events:
         code[known:] = [words.actions.index(name) if name in words.actions else 0 for name in strange]
         self.action[:] = code[self.action]
 
-    def _take_extras(self, decoder: _decode.Decoder, numbers: _Numbers) -> None:
+    def _take_extras(self, extras: list[tuple[int, bool, object]], numbers: _Numbers) -> None:
         cpp_frames: dict[int, object] = {}
-        for row, is_cpp, value in decoder.extras():
+        for row, is_cpp, value in extras:
             (cpp_frames if is_cpp else self.device_free)[row] = value
         for row, names in cpp_frames.items():
             self.stack[row] = numbers.joined(int(self.stack[row]), names, f"event {row}")
@@ -324,7 +340,7 @@ class _Numbers:
         by_place = np.empty(used, np.int64)
         by_place[places[places >= 0]] = np.flatnonzero(places >= 0)
         frames = frames[by_place]
-        filename, name = (self._strings_of(frames[:, column]) for column in (0, 1))
+        filename, name = (self.strings_of(frames[:, column]) for column in (0, 1))
         return StackTable(
             strings=StringTable(tuple(self._strings)),
             filename=filename,
@@ -334,7 +350,8 @@ class _Numbers:
             frame_ids=frame_ids,
         )
 
-    def _strings_of(self, texts: NDArray[np.uint32]) -> Ids:
+    def strings_of(self, texts: NDArray[Any]) -> Ids:
+        """String ids of texts by their numbers, new ones in the order of their first use."""
         distinct, first, inverse = np.unique(texts, return_index=True, return_inverse=True)
         ids = np.empty(len(distinct), np.int32)
         for index in np.argsort(first).tolist():

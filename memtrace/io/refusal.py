@@ -39,6 +39,8 @@ REASONS: dict[str, Reason] = {
     "shared": (NotASnapshotError, "has a list or dict in two places that torch writes once", HOW_TO_WRITE),
     "misplaced": (NotASnapshotError, "has a list or dict where a snapshot has another", HOW_TO_WRITE),
     "too_many_devices": (NotASnapshotError, "has events of more devices than any machine has", HOW_TO_WRITE),
+    "too_many_containers": (NotASnapshotError, "holds more segments than any machine has", HOW_TO_WRITE),
+    "too_many_names": (NotASnapshotError, "has more different keys than torch has names for", HOW_TO_WRITE),
     "too_many_actions": (NotASnapshotError, "has more kinds of events than torch knows", HOW_TO_WRITE),
 }
 """What a walk stopped at -> (error, what the pickle does, hint)."""

@@ -17,6 +17,8 @@ MAX_INTEGER_BYTES = 9  # unsigned 64 bits and a sign
 MAX_KEY_BYTES = 1024  # two equal long keys, looked up again and again, would compare for minutes
 MAX_TEXT_BYTES = 1 << 20
 MAX_DEVICES = 512
+MAX_CONTAINERS = 500_000  # segments above all: of 2 MiB each they are 1 TB
+MAX_NAMES = 1000  # different keys of events; of blocks
 MAX_KEYS = 64  # of a dict with a role; torch's have at most 18
 FREE_VALUES = 1_000_000  # at once on the stack; more must come with 16 bytes of file each, as C++ writes events
 
@@ -57,6 +59,10 @@ BY_KEY = {
     (Role.SEGMENT, "blocks"): (False, Role.BLOCKS),
     (Role.BLOCK, "history"): (False, Role.HISTORY),
 }
+# What MAX_CONTAINERS counts: of these objects are made.
+COUNTED = frozenset(
+    {Role.TOP, Role.SEGMENTS, Role.SEGMENT, Role.HISTORY, Role.PAST, Role.SETTINGS, Role.TABLE, Role.NOTES}
+)
 # Dicts in which `frames` is a stack: a list of dicts that hold no lists or dicts.
 WITH_STACK = frozenset({Role.EVENT, Role.SEGMENT, Role.BLOCK, Role.PAST})
 # What the items of a list with a role are: (is it a dict?, role).

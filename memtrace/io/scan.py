@@ -27,10 +27,12 @@ from memtrace.errors import NotAPickleError, TruncatedError
 from memtrace.io.refusal import COPY_AGAIN, HOW_TO_WRITE, cut_off, opcode_refusal, refusal
 from memtrace.io.roles import (
     BY_KEY,
+    COUNTED,
     DICT_WEIGHT,
     FREE_VALUES,
     FREE_WEIGHT,
     ITEMS,
+    MAX_CONTAINERS,
     MAX_DEPTH,
     MAX_DEVICES,
     MAX_INTEGER_BYTES,
@@ -116,7 +118,7 @@ class _Fresh:
 class _Values:
     """The unpickler's stack, marks and memo, with kinds for values."""
 
-    __slots__ = ("_fresh", "_traces", "_weight", "at", "fence", "marks", "memo", "stack")
+    __slots__ = ("_fresh", "_made", "_weight", "at", "fence", "marks", "memo", "stack")
 
     def __init__(self) -> None:
         self.stack = bytearray()
@@ -126,7 +128,7 @@ class _Values:
         self.at = 0
         self._fresh: list[_Fresh] = []
         self._weight = 0
-        self._traces = 0
+        self._made = [0] * len(Role)
 
     def mark(self) -> None:
         if len(self.marks) > MAX_DEPTH:
@@ -153,10 +155,13 @@ class _Values:
         """Pushes a new list or dict."""
         self._weigh(DICT_WEIGHT if is_dict else SEQUENCE_WEIGHT)
         role = self._role_here(is_dict)
-        if role == Role.TRACE:
-            self._traces += 1
-            if self._traces > MAX_DEVICES:
-                raise _Refused("too_many_devices")
+        self._made[role] += 1
+        if self._made[Role.TRACE] > MAX_DEVICES:
+            raise _Refused("too_many_devices")
+        if self._made[Role.TRACES] > 1:
+            raise _Refused("misplaced")
+        if role in COUNTED and sum(self._made[counted] for counted in COUNTED) > MAX_CONTAINERS:
+            raise _Refused("too_many_containers")
         self._fresh.append(_Fresh(len(self.stack), role, is_dict))
         self.stack.append(_WITH_ROLE + role if role else _FLAT + 2 + is_dict)
 
@@ -174,8 +179,6 @@ class _Values:
         if is_dict:
             self._check_keys(first)
         values = bytes(self.stack[first:])
-        if len(values) > FREE_VALUES and len(values) * 16 > self.at:
-            raise _Refused("too_many_values")
         other = 0
         fresh = self._fresh
         while fresh and fresh[-1].slot >= first:
@@ -283,7 +286,7 @@ def _role_in(parent: Role, is_dict: bool) -> Role:
 
 def _role_under(parent: Role, key: int, is_dict: bool) -> Role:
     """The role of a value in a dict; `key` is the kind of its key."""
-    if parent == Role.SETTINGS and is_dict and key <= _LAST_WORD:
+    if parent == Role.SETTINGS and is_dict and (key <= _LAST_WORD or key == _LONG_TEXT):
         return Role.TABLE
     if 1 <= key <= _LAST_WORD:
         expected = BY_KEY.get((parent, _WORDS[key - 1]))
@@ -313,7 +316,7 @@ def _walk(data: bytes, whole: bool) -> None:
     stack, memo = values.stack, values.memo
     push = stack.append
     fetch_width, fixed_width, uint32 = _FETCH_WIDTH, _FIXED_WIDTH, _uint32
-    texts = (0, 0), (0, 0)
+    texts = (0, 0, 0), (0, 0, 0)  # the last two: where the operation, its text and its end are
     frame_end = 0
     at = 2
     # One chain of comparisons, the most frequent first: at 2 million opcodes even a call each would be too much.
@@ -321,6 +324,8 @@ def _walk(data: bytes, whole: bool) -> None:
     try:
         while True:
             opcode = data[at]
+            if len(stack) > FREE_VALUES and len(stack) * 16 > at:
+                raise _Refused("too_many_values")
             if width := fetch_width[opcode]:
                 index = data[at + 1] if width == 2 else uint32(data, at + 1)[0]
                 if index >= len(memo):
@@ -353,7 +358,7 @@ def _walk(data: bytes, whole: bool) -> None:
                 at += 1
             elif opcode in _TEXTS:
                 start, end = _text_span(data, at)
-                texts = texts[1], (start, end)
+                texts = texts[1], (at, start, end)
                 push(_text_kind(data, start, end))
                 at = end
             elif opcode == _BINPUT:
@@ -377,8 +382,7 @@ def _walk(data: bytes, whole: bool) -> None:
                 at += 5 + _integer_length(_int32(data, at + 1)[0])
                 push(_SCALAR)
             else:
-                named = None if texts[0] == texts[1] else _named(data, texts)
-                raise opcode_refusal(at, data[at : at + 400], named)
+                raise opcode_refusal(at, data[at : at + 400], _named(data, at, *texts))
     except (IndexError, struct.error):
         if whole:
             raise cut_off(size) from None
@@ -434,7 +438,9 @@ def _text_kind(data: bytes, start: int, end: int) -> int:
     return _LONG_TEXT if len(text) > MAX_KEY_BYTES else _WORD_KINDS.get(text, 0)
 
 
-def _named(data: bytes, texts: tuple[tuple[int, int], tuple[int, int]]) -> tuple[str, str]:
-    """The last two texts before an opcode: what STACK_GLOBAL names, when a pickler wrote it."""
-    module, name = (data[start:end][:200].decode("utf-8", "replace") for start, end in texts)
-    return module, name
+def _named(data: bytes, at: int, module: tuple[int, int, int], name: tuple[int, int, int]) -> tuple[str, str] | None:
+    """The two texts right before an opcode (each perhaps memoized): what STACK_GLOBAL names."""
+    if not module[2] or name[0] - module[2] > 1 or at - name[2] > 1:
+        return None
+    first, second = (data[start:end][:200].decode("utf-8", "replace") for _, start, end in (module, name))
+    return first, second

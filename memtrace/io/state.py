@@ -12,6 +12,7 @@ from memtrace.errors import NotASnapshotError
 from memtrace.io.columns import check_dicts, check_integer, check_list, check_sum, integers
 from memtrace.io.events import Vocabulary
 from memtrace.io.intern import StackIds
+from memtrace.io.roles import MAX_NAMES
 from memtrace.model import Blocks, BlockState, Segments
 from memtrace.model.state import REQUEST_UNKNOWN
 
@@ -80,6 +81,8 @@ def parse_state(raw: list[object], interner: StackIds, words: Vocabulary, take_b
     _check_apart(device, address, size, "segments")
 
     found = take_blocks(rows)
+    if len(found.keys) > MAX_NAMES:
+        raise NotASnapshotError("blocks have more different keys than torch has names for")
     first_block = np.concatenate([np.zeros(1, np.int64), np.cumsum(found.counts)])
     blocks = _checked(found, address, first_block)
     owner = np.repeat(np.arange(len(rows)), found.counts)
@@ -96,6 +99,8 @@ def parse_state(raw: list[object], interner: StackIds, words: Vocabulary, take_b
         first_block=first_block,
     )
     segment_keys = {str(key) for shape in set(map(tuple, rows)) for key in shape}
+    if len(segment_keys) > MAX_NAMES:
+        raise NotASnapshotError("segments have more different keys than torch has names for")
     unknown = (found.keys - _BLOCK_KEYS) | (segment_keys - _SEGMENT_KEYS)
     return State(segments, blocks, found.keys, unknown, tiled, _totals_agree(rows, blocks, owner))
 
