@@ -129,6 +129,7 @@ cdef struct Fresh:
     bint fetched
     uint8_t holding
     uint8_t height
+    uint32_t children  # the roles of its values, as bits
     Cell settled  # what it is, once it was fetched: then it cannot change any more
 
 cdef struct TraceRange:
@@ -224,7 +225,6 @@ cdef struct Machine:
     uint64_t containers  # segments, settings and the like
     uint32_t event_names  # different keys of events, of blocks
     uint32_t block_names
-    bint has_traces
     uint64_t action_row  # the event whose action was named last, and the text
     uint32_t action_text
     bint has_action
@@ -558,10 +558,6 @@ cdef bint make(Machine* m, bint is_dict) noexcept nogil:
         m.containers += 1
         if m.containers > MAX_CONTAINERS:
             return fail(m, TOO_MANY_CONTAINERS)
-    elif role == TRACES:
-        if m.has_traces:
-            return fail(m, MISPLACED)
-        m.has_traces = True
     m.fresh_count += 1
     return push(m, OPEN, m.fresh_count - 1)
 
@@ -753,8 +749,8 @@ cdef inline uint8_t item_role(uint8_t role) noexcept nogil:
     return role_below(role, 0, role != TRACES)
 
 
-cdef bint check_place(Machine* m, const Fresh* target, uint64_t slot) noexcept nogil:
-    """Whether what stands under the key at `slot` may stand in this dict: with a role only what was made there."""
+cdef bint check_place(Machine* m, Fresh* target, uint64_t slot) noexcept nogil:
+    """Whether what stands under the key at `slot` may stand in this dict: with a role only what was made there, once."""
     cdef uint64_t key = m.stack[slot].value
     cdef Cell* cell = &m.stack[slot + 1]
     cdef uint8_t item = m.nodes[cell.value].role if cell.tag == NODE else OTHER
@@ -767,7 +763,12 @@ cdef bint check_place(Machine* m, const Fresh* target, uint64_t slot) noexcept n
         return fail(m, MISPLACED)
     if item != OTHER:
         # an empty dict of settings can be taken for the home of the table that follows it
-        return item == wanted or (item == TABLE and wanted == OTHER) or fail(m, MISPLACED)
+        if item != wanted and not (item == TABLE and wanted == OTHER):
+            return fail(m, MISPLACED)
+        if target.children & 1 << item and wanted != TABLE:
+            return fail(m, MISPLACED)
+        target.children |= 1 << item
+        return True
     if wanted == TABLE:
         return not (cell.tag == FRAME or (cell.tag == JUNK and cell.value & IS_DICT)) or fail(m, SHARED)
     return wanted == OTHER or height_of(cell) == 0 or fail(m, SHARED)

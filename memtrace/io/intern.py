@@ -74,20 +74,20 @@ class Interner:
 
     def _joined_stacks(self, frames: Sequence[object], cpp_frames: Sequence[object], where: str) -> NDArray[np.int32]:
         ids = np.empty(len(frames), np.int32)
-        plain: dict[int, int] = {}
-        numbers: dict[tuple[int, ...] | None, int] = {}
-        known: dict[tuple[int, int], int] = {}
+        inner: dict[int, tuple[int, ...]] = {}
+        outer: dict[int, tuple[int, ...]] = {}
+        known: dict[tuple[tuple[int, ...] | None, int], int] = {}
         for index, (items, names) in enumerate(zip(frames, cpp_frames, strict=True)):
             place = f"{where} {index}"
-            if id(items) not in plain:
-                key = None if items is None else self._key(items, place)
-                plain[id(items)] = numbers.setdefault(key, len(numbers))
-            pair = plain[id(items)], id(names)
+            if id(names) not in inner:
+                inner[id(names)] = self._cpp_key(names, place)
+            if id(items) not in outer:
+                outer[id(items)] = () if items is None else self._key(items, place)
+            pair = None if items is None else outer[id(items)], id(names)
             if pair not in known:
-                inner = self._cpp_key(names, place)
-                key = () if items is None else self._key(items, place)
-                known[pair] = NOT_RECORDED if items is None and not inner else self._intern_stack(inner + key)
-                self._cpp_frames += len(inner + key) if inner else 0
+                front, rest = inner[id(names)], outer[id(items)]
+                known[pair] = NOT_RECORDED if items is None and not front else self._intern_stack(front + rest)
+                self._cpp_frames += len(front + rest) if front else 0
                 if self._cpp_frames > MAX_CPP_FRAMES:
                     raise NotASnapshotError(f"{place}: stacks of more C++ frames than any program has")
             ids[index] = known[pair]

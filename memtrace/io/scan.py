@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memtrace.errors import NotAPickleError, TruncatedError
 from memtrace.io.refusal import COPY_AGAIN, HOW_TO_WRITE, cut_off, opcode_refusal, refusal
@@ -106,13 +106,15 @@ def check_header(data: bytes) -> None:
 
 @dataclass(slots=True)
 class _Fresh:
-    """A list or dict still in the slot where it was made. `memo` is 1 + its memo index, 0: none yet."""
+    """A list or dict still in the slot where it was made. `memo` is 1 + its memo index, 0: none yet; `children` the
+    kinds of its values that have a role."""
 
     slot: int
     role: Role
     is_dict: bool
     memo: int = 0
     items: int = 0
+    children: set[int] = field(default_factory=set)
 
 
 class _Values:
@@ -158,8 +160,6 @@ class _Values:
         self._made[role] += 1
         if self._made[Role.TRACE] > MAX_DEVICES:
             raise _Refused("too_many_devices")
-        if self._made[Role.TRACES] > 1:
-            raise _Refused("misplaced")
         if role in COUNTED and sum(self._made[counted] for counted in COUNTED) > MAX_CONTAINERS:
             raise _Refused("too_many_containers")
         self._fresh.append(_Fresh(len(self.stack), role, is_dict))
@@ -194,7 +194,7 @@ class _Values:
             if target.memo:
                 self.memo[target.memo - 1] = other
         elif is_dict:
-            _check_values(target.role, values)
+            _check_values(target, values)
         elif set(values) - {_WITH_ROLE + ITEMS[target.role][1]}:
             raise _Refused("misplaced")
         target.items += len(values) // 2 if is_dict else len(values)
@@ -295,8 +295,9 @@ def _role_under(parent: Role, key: int, is_dict: bool) -> Role:
     return Role.OTHER
 
 
-def _check_values(role: Role, values: bytes) -> None:
-    """Refuses containers that stand in a dict with a role under another key than where they belong."""
+def _check_values(target: _Fresh, values: bytes) -> None:
+    """Refuses containers that stand in a dict with a role under another key than where they belong, or twice there."""
+    role = target.role
     for key, kind in zip(values[::2], values[1::2], strict=True):
         if key == _FRAMES and role in WITH_STACK and kind > _DEEPEST_STACK:
             raise _Refused("misplaced")
@@ -305,6 +306,9 @@ def _check_values(role: Role, values: bytes) -> None:
             # an empty dict of settings can be taken for the home of the table that follows it
             if kind - _WITH_ROLE != wanted and not (kind - _WITH_ROLE == Role.TABLE and not wanted):
                 raise _Refused("misplaced")
+            if kind in target.children and wanted != Role.TABLE:
+                raise _Refused("misplaced")
+            target.children.add(kind)
         elif kind > _LONG_TEXT and wanted and (wanted != Role.TABLE or kind % 2):
             raise _Refused("shared")
 

@@ -54,7 +54,7 @@ def check(data: bytes) -> bool:
     """Holds both readers against each other; whether they accept."""
     native, python = outcome(decode_snapshot, data), outcome(load_in_python, data)
     if isinstance(native, SourceError) or isinstance(python, SourceError):
-        assert isinstance(native, SourceError) == isinstance(python, SourceError), (native, python)
+        assert type(native) is type(python), (native, python)
         return False
     assert not list(differences(native, python))
     return True
