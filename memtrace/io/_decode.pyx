@@ -3,20 +3,21 @@
 
 No Python object is made for an event, a stack or a frame. Every value on the unpickler's stack is a *cell*, a tag and
 64 bits: a number, the id of an interned text, frame or stack, an event that has its row, or a node of the few dicts
-and lists of which objects are made at the end (segments, settings, annotations).
+and lists of which objects are made at the end (segments, settings).
 
 A container knows its *role* from where it is made (`roles`). An event's items go into its row as soon as SETITEMS
-names them; of what memtrace does not read, only frames and stacks are kept, because later events may share them.
+names them; of what memtrace does not read, only frames, stacks and texts are kept, because later events may share
+them.
 
-In order: `_decode_tables.pxi` what is interned, `_decode_values.pxi` the stack, the memo and containers,
-`_decode_rows.pxi` events, `_decode_blocks.pxi` blocks, `_decode_quick.pxi` their usual form, `_decode_walk.pxi` the loop over opcodes; here what
-Python sees.
+The parts, each `_decode_*.pxi`: *tables* what is interned; *machine* the state of the walk; *values* the stack and the
+memo; *containers* dicts and lists; *rows* events; *blocks* blocks and annotations; *quick* events in their usual form;
+*walk* the loop over opcodes. Here is what Python sees.
 """
 
-from libc.stdlib cimport free, malloc, realloc
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.string cimport memcmp, memcpy, memmove, memset
 from cpython.buffer cimport PyBuffer_FillInfo
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memcmp, memcpy, memmove, memset
 
 import os
 import struct
@@ -28,13 +29,14 @@ if sys.byteorder != "little":
     raise ImportError("pickles are little-endian, and so is this reader")
 
 cdef extern from "Python.h":
-    int PyBUF_READ
     int PyBUF_WRITE
     object PyMemoryView_FromMemory(char* memory, Py_ssize_t size, int flags)
     object PyUnicode_DecodeUTF8(const char* text, Py_ssize_t size, const char* errors)
 
 include "_decode_tables.pxi"
+include "_decode_machine.pxi"
 include "_decode_values.pxi"
+include "_decode_containers.pxi"
 include "_decode_rows.pxi"
 include "_decode_blocks.pxi"
 include "_decode_quick.pxi"
@@ -153,6 +155,7 @@ cdef class Decoder:
     cdef Input source
     cdef object readinto
     cdef dict known_texts
+    cdef set other_keys
 
     def __cinit__(self, readinto):
         cdef Machine* m = &self.machine
@@ -163,6 +166,7 @@ cdef class Decoder:
         memset(&self.source, 0, sizeof(Input))
         self.readinto = readinto
         self.known_texts = {}
+        self.other_keys = set()
         self.source.data = <uint8_t*>malloc(BUFFER + PADDING)
         m.secret.first = load_word(random, 8) | 1
         m.secret.second = load_word(random + 8, 8) | 1
@@ -536,6 +540,20 @@ cdef class Decoder:
             return self.node(&self.machine.nodes[cell.value])
         return OPAQUE
 
+    cdef segment(self, const Node* node):
+        """A segment: keys that memtrace does not read are in the first that has them only."""
+        cdef const Cell* cells = self.machine.cells + node.start
+        cdef uint64_t index
+        found = {}
+        for index in range(0, node.count, 2):
+            key = self.value(&cells[index])
+            if key in roles.SEGMENT_KEYS:
+                found[key] = self.value(&cells[index + 1])
+            elif key not in self.other_keys:
+                self.other_keys.add(key)
+                found[key] = OPAQUE
+        return found
+
     cdef node(self, const Node* node):
         cdef uint64_t index
         cdef const Cell* cells = self.machine.cells + node.start
@@ -543,6 +561,8 @@ cdef class Decoder:
             return OPAQUE
         if node.role == BLOCKS or node.role == NOTES:
             return Rows(node.start, node.count)
+        if node.role == SEGMENT:
+            return self.segment(node)
         if node.is_dict:
             return {self.value(&cells[index]): self.value(&cells[index + 1]) for index in range(0, node.count, 2)}
         return [self.value(&cells[index]) for index in range(node.count)]

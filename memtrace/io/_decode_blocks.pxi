@@ -101,6 +101,11 @@ cdef bint set_block_item(Machine* m, uint64_t row, uint32_t key, const Cell* val
         note_block(m, row, BAD_FRAMES, value.tag == STACK or value.tag == NONE, 0)
     elif key == W_HISTORY:
         note_block(m, row, BAD_HISTORY, value.tag == NODE or value.tag == NONE, 0)
+        if m.past_count and m.pasts[m.past_count - 1].row == row:
+            m.pasts[m.past_count - 1].cell = value[0]
+            return True
+        if value.tag != NODE:
+            return True
         if not grow(<void**>&m.pasts, &m.pasts_capacity, m.past_count + 1, sizeof(Extra)):
             return fail(m, NO_MEMORY)
         extra = &m.pasts[m.past_count]

@@ -285,6 +285,8 @@ cdef bint set_extra(Machine* m, uint64_t row, uint32_t key, const Cell* value) n
         if m.extras[index].row == tagged:
             m.extras[index].cell = value[0]
             return True
+    if key == W_CPP and value.tag != TEXTS:
+        return True  # none, and none before
     if not grow(<void**>&m.extras, &m.extras_capacity, m.extra_count + 1, sizeof(Extra)):
         return fail(m, NO_MEMORY)
     extra = &m.extras[m.extra_count]

@@ -39,6 +39,9 @@ class Interner:
         self._frame_of_id: dict[int, int] = {}
         self._stacks: dict[tuple[int, ...], int] = {}
         self._keys: list[tuple[int, ...]] = []
+        self._parts: dict[tuple[int, ...], int] = {}
+        self._part_keys: list[tuple[int, ...]] = []
+        self._joins: dict[tuple[int, int], int] = {}
         self._cpp_frames = 0
 
     def string(self, text: str) -> int:
@@ -74,24 +77,35 @@ class Interner:
 
     def _joined_stacks(self, frames: Sequence[object], cpp_frames: Sequence[object], where: str) -> NDArray[np.int32]:
         ids = np.empty(len(frames), np.int32)
-        inner: dict[int, tuple[int, ...]] = {}
-        outer: dict[int, tuple[int, ...]] = {}
-        known: dict[tuple[tuple[int, ...] | None, int], int] = {}
+        inner: dict[int, int] = {}
+        outer: dict[int, int] = {}
         for index, (items, names) in enumerate(zip(frames, cpp_frames, strict=True)):
             place = f"{where} {index}"
             if id(names) not in inner:
-                inner[id(names)] = self._cpp_key(names, place)
+                inner[id(names)] = self._numbered(self._cpp_key(names, place))
             if id(items) not in outer:
-                outer[id(items)] = () if items is None else self._key(items, place)
-            pair = None if items is None else outer[id(items)], id(names)
-            if pair not in known:
-                front, rest = inner[id(names)], outer[id(items)]
-                known[pair] = NOT_RECORDED if items is None and not front else self._intern_stack(front + rest)
-                self._cpp_frames += len(front + rest) if front else 0
-                if self._cpp_frames > MAX_CPP_FRAMES:
-                    raise NotASnapshotError(f"{place}: stacks of more C++ frames than any program has")
-            ids[index] = known[pair]
+                outer[id(items)] = NOT_RECORDED if items is None else self._numbered(self._key(items, place))
+            ids[index] = self._joined(outer[id(items)], inner[id(names)], place)
         return ids
+
+    def _numbered(self, key: tuple[int, ...]) -> int:
+        """A number for a part of stacks that are to be joined: they may be long, and the same in many events."""
+        number = self._parts.setdefault(key, len(self._parts))
+        if number == len(self._part_keys):
+            self._part_keys.append(key)
+        return number
+
+    def _joined(self, outer: int, inner: int, where: str) -> int:
+        """The stack of two parts, the inner one first."""
+        if (outer, inner) not in self._joins:
+            front = self._part_keys[inner]
+            rest = () if outer == NOT_RECORDED else self._part_keys[outer]
+            empty = outer == NOT_RECORDED and not front
+            self._joins[outer, inner] = NOT_RECORDED if empty else self._intern_stack(front + rest)
+            self._cpp_frames += len(front) + len(rest) if front else 0
+            if self._cpp_frames > MAX_CPP_FRAMES:
+                raise NotASnapshotError(f"{where}: stacks of more C++ frames than any program has")
+        return self._joins[outer, inner]
 
     def _cpp_key(self, names: object, where: str) -> tuple[int, ...]:
         if names is None:

@@ -29,6 +29,7 @@ if NATIVE:
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native reader is not built")
 CORPUS = Path(__file__).parent.parent / "corpus" / "reader"
+SHARED = [path for path, _ in shared_snapshots() if "700steps" not in path.name]  # that one is 6 GB of objects
 RELEASES = ("1.13", "2.0", "2.1", "2.3", "2.8", "2.12", "2.15")
 PICKLERS = {
     "2": lambda raw: pickle.dumps(raw, 2),
@@ -71,10 +72,8 @@ def test_shipped_recordings(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path, _ in shared_snapshots()], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SHARED, ids=lambda path: path.name)
 def test_shared_recordings(path: Path) -> None:
-    if "700steps" in path.name:
-        pytest.skip("6 GB of objects: bench/ and `memtrace verify` cover it")
     found = list(differences(read_snapshot(path, native=True), read_snapshot(path, native=False)))
     assert not found
 
