@@ -13,7 +13,7 @@ from typing import TextIO, TypeVar, cast
 
 import click
 
-from memtrace.errors import MemtraceError
+from memtrace.errors import MemtraceError, TooLargeError
 from memtrace.text import printable
 
 Result = TypeVar("Result")
@@ -60,6 +60,9 @@ def guarded(command: click.Command) -> int:
     except ReaderGoneError:
         _forget_stdout()
         return ExitCode.FINE
+    except MemoryError:
+        report(TooLargeError.code, "there is not enough memory to answer this", "Ask on a machine with more of it.")
+        return TooLargeError.exit_code
     except Exception as error:  # noqa: BLE001 - the last line of defence: a bug of ours, said as such
         report(
             "internal",

@@ -135,3 +135,13 @@ def test_a_bug_of_ours_is_said_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" not in ran.err
     assert "\x1b" not in ran.err
     assert "Traceback" in memtrace("blame", "-v", "x").err
+
+
+def test_too_little_memory_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("memtrace.api.Snapshot.blame", full)
+    ran = memtrace("blame", str(snapshot_path("mlp-adamw")))
+    assert ran.code == 3
+    assert ran.err.startswith("memtrace: error[too-large]")
