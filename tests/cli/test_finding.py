@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from builders import SnapshotBuilder
+from recordings import FIXTURES
 from running import memtrace
 
 from memtrace import api
@@ -142,6 +143,6 @@ def test_too_little_memory_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError
 
     monkeypatch.setattr("memtrace.api.Snapshot.blame", full)
-    ran = memtrace("blame", str(snapshot_path("mlp-adamw")))
+    ran = memtrace("blame", str(FIXTURES / "mlp-adamw.pickle.xz"))
     assert ran.code == 3
     assert ran.err.startswith("memtrace: error[too-large]")
