@@ -1,6 +1,6 @@
 """Columns of a snapshot by way of the native decoder: no Python object per event. `parse` is the reference.
 
-What the decoder leaves to Python is small: the memory map at the end, settings, annotations.
+What the decoder leaves to Python is small: segments, settings, and numbering everything as the reference does.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def _annotations(said: object, decoder: _decode.Decoder, numbers: _Numbers) -> A
         raise NotASnapshotError(f"annotation {int(bad.argmax()):,} needs {what}")
     name, stage = (np.frombuffer(memory[key], np.int32)[rows] for key in ("name", "stage"))
     device, time_us = (np.frombuffer(memory[key], np.int64)[rows] for key in ("device", "time_us"))
-    start = decoder.texts([int(number) for number in np.unique(stage)])
-    starts = [number for number, text in zip(np.unique(stage).tolist(), start, strict=True) if text == "START"]
+    stages = np.unique(stage).tolist()
+    starts = [number for number, text in zip(stages, decoder.texts(stages), strict=True) if text == "START"]
     return Annotations(numbers.strings_of(name), np.isin(stage, starts), device.astype(np.int32), time_us)
 
 
