@@ -323,9 +323,9 @@ def test_damage_is_seen(write, packing, at):
 # Limits
 
 
-@pytest.mark.parametrize("empty", [gzip.compress(b""), lzma.compress(b""), b"\x50\x2a\x4d\x18\0\0\0\0"])
-def test_empty_parts_are_skipped_but_not_without_end(write, empty):
-    packing = {b"\x1f": "gzip", b"\xfd": "xz", b"\x50": "zstd"}[empty[:1]]
+@pytest.mark.parametrize("packing", ["gzip", "xz", "zstd"])
+def test_empty_parts_are_skipped_but_not_without_end(write, packing):
+    empty = b"\x50\x2a\x4d\x18\0\0\0\0" if packing == "zstd" else PACKINGS[packing](b"")
     assert read(write(empty * 900 + PACKINGS[packing](PICKLE))).startswith(PICKLE)
     with pytest.raises(UnreadableError, match="empty"):
         read(write(empty * 100_000 + PACKINGS[packing](PICKLE)))
