@@ -155,7 +155,6 @@ cdef class Decoder:
     cdef Input source
     cdef object readinto
     cdef dict known_texts
-    cdef set other_keys
 
     def __cinit__(self, readinto):
         cdef Machine* m = &self.machine
@@ -166,7 +165,6 @@ cdef class Decoder:
         memset(&self.source, 0, sizeof(Input))
         self.readinto = readinto
         self.known_texts = {}
-        self.other_keys = set()
         self.source.data = <uint8_t*>malloc(BUFFER + PADDING)
         m.secret.first = load_word(random, 8) | 1
         m.secret.second = load_word(random + 8, 8) | 1
@@ -540,20 +538,6 @@ cdef class Decoder:
             return self.node(&self.machine.nodes[cell.value])
         return OPAQUE
 
-    cdef segment(self, const Node* node):
-        """A segment: keys that memtrace does not read are in the first that has them only."""
-        cdef const Cell* cells = self.machine.cells + node.start
-        cdef uint64_t index
-        found = {}
-        for index in range(0, node.count, 2):
-            key = self.value(&cells[index])
-            if key in roles.SEGMENT_KEYS:
-                found[key] = self.value(&cells[index + 1])
-            elif key not in self.other_keys:
-                self.other_keys.add(key)
-                found[key] = OPAQUE
-        return found
-
     cdef node(self, const Node* node):
         cdef uint64_t index
         cdef const Cell* cells = self.machine.cells + node.start
@@ -561,8 +545,6 @@ cdef class Decoder:
             return OPAQUE
         if node.role == BLOCKS or node.role == NOTES:
             return Rows(node.start, node.count)
-        if node.role == SEGMENT:
-            return self.segment(node)
         if node.is_dict:
             return {self.value(&cells[index]): self.value(&cells[index + 1]) for index in range(0, node.count, 2)}
         return [self.value(&cells[index]) for index in range(node.count)]

@@ -65,7 +65,7 @@ cdef uint8_t role_here(Machine* m, bint is_dict) noexcept nogil:
         return role
     # or the only item of the container before it (APPEND, SETITEM)
     if last.is_dict:
-        if last.count == 0 and slot == last.slot + 2 and m.stack[slot - 1].tag == TEXT:
+        if last.count == 0 and last.items == 0 and slot == last.slot + 2 and m.stack[slot - 1].tag == TEXT:
             return role_below(last.role, m.stack[slot - 1].value, is_dict)
     elif slot == last.slot + 1:
         return role_below(last.role, 0, is_dict)
@@ -340,8 +340,10 @@ cdef inline bint has_stack(uint8_t role) noexcept nogil:
 cdef bint fill_node(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
     """A dict or list with a role: its cells are kept."""
     cdef uint64_t slot, end
-    if target.is_dict and target.count + (m.height - first) > 2 * MAX_KEYS:
-        return fail(m, TOO_MANY_KEYS)
+    if target.is_dict:
+        target.items += <uint32_t>(m.height - first) // 2
+        if target.items > MAX_KEYS:
+            return fail(m, TOO_MANY_KEYS)
     for slot in range(first, m.height):
         if target.is_dict:
             if (slot - first) % 2 == 0 and not check_place(m, target, slot):
@@ -353,6 +355,30 @@ cdef bint fill_node(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
     end = target.cells_start + target.count
     if not grow(<void**>&m.open_cells, &m.open_cells_capacity, end + (m.height - first), sizeof(Cell)):
         return fail(m, NO_MEMORY)
+    if target.role == SEGMENT:
+        return keep_segment_items(m, target, first)
     memcpy(m.open_cells + end, m.stack + first, (m.height - first) * sizeof(Cell))
     target.count += <uint32_t>(m.height - first)
+    return True
+
+
+cdef bint keep_segment_items(Machine* m, Fresh* target, uint64_t first) noexcept nogil:
+    """Of a segment's items those that memtrace reads, and others only in the first segment that has them."""
+    cdef uint64_t slot
+    cdef uint64_t end = target.cells_start + target.count
+    cdef uint32_t key
+    for slot in range(first, m.height):
+        if (slot - first) % 2:
+            continue
+        key = <uint32_t>m.stack[slot].value
+        if key >= W_ACTIONS:
+            if key >= m.key_seen_capacity and not see_key(m, key):
+                return False
+            if m.key_seen[key] & SEGMENT_KEY:
+                continue
+            m.key_seen[key] |= SEGMENT_KEY
+        m.open_cells[end] = m.stack[slot]
+        m.open_cells[end + 1] = m.stack[slot + 1]
+        end += 2
+        target.count += 2
     return True

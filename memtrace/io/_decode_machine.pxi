@@ -70,13 +70,15 @@ cdef enum:
     # ids of the texts that are interned first: `WORDS` in this order
     W_ACTION, W_ADDR, W_SIZE, W_STREAM, W_FRAMES, W_TIME, W_CONTEXT, W_METADATA, W_POOL, W_DEVICE_FREE, W_CPP
     W_TRACES, W_SEGMENTS, W_SETTINGS, W_NOTES, W_BLOCKS, W_HISTORY, W_FILENAME, W_LINE, W_NAME
-    W_ADDRESS, W_REQUESTED, W_STATE, W_STAGE, W_DEVICE, W_START, W_END, W_EMPTY, W_NA
+    W_ADDRESS, W_REQUESTED, W_STATE, W_STAGE, W_DEVICE, W_START, W_END
+    W_TOTAL_SIZE, W_ALLOCATED_SIZE, W_ACTIVE_SIZE, W_SEGMENT_TYPE, W_SEGMENT_POOL, W_EXPANDABLE, W_EMPTY, W_NA
     W_ACTIONS
 
 WORDS = (
     *"action addr size stream frames time_us compile_context user_metadata pool_id device_free cpp_frames".split(),
     *"device_traces segments allocator_settings external_annotations blocks history filename line name".split(),
     *"address requested_size state stage device START END".split(),
+    *"total_size allocated_size active_size segment_type segment_pool_id is_expandable".split(),
     "", "N/A",
     *"alloc free_requested free_completed segment_alloc segment_free segment_map segment_unmap oom snapshot".split(),
     "annotate",
@@ -123,7 +125,8 @@ cdef struct Fresh:
     int64_t first  # of a list of numbers
     int64_t second
     uint32_t memo  # index + 1; 0: not kept
-    uint32_t count
+    uint32_t count  # of what is kept of it
+    uint32_t items  # of a dict whose items are kept as cells
     uint8_t role
     bint is_dict
     bint fetched

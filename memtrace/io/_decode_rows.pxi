@@ -11,6 +11,7 @@ cdef enum:
 cdef enum:
     EVENT_KEY = 1
     BLOCK_KEY = 2
+    SEGMENT_KEY = 4
 
 cdef enum:
     SEGMENT_UNMAP = 6

@@ -24,7 +24,7 @@ STDIN = "-"
 BUFFER_BYTES = 128 * KiB
 COPY_AGAIN = "Copy the file again from where it was made, or record anew: its writer may have been killed."
 MAX_RATIO = 300  # real snapshots shrink to 1/20, with C++ stacks to 1/80
-RATIO_FREE_BYTES = 64 * MiB
+RATIO_FREE_BYTES = 16 * MiB
 FIFO_PATIENCE_S = 3.0
 
 Progress = Callable[[int, "int | None"], None]

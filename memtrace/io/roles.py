@@ -63,10 +63,6 @@ BY_KEY = {
 COUNTED = frozenset(
     {Role.TOP, Role.SEGMENTS, Role.SEGMENT, Role.HISTORY, Role.PAST, Role.SETTINGS, Role.TABLE, Role.NOTES}
 )
-SEGMENT_KEYS = frozenset(
-    "device address total_size allocated_size active_size requested_size stream segment_type segment_pool_id "
-    "is_expandable frames blocks forward_frames".split()
-)
 # Dicts in which `frames` is a stack: a list of dicts that hold no lists or dicts.
 WITH_STACK = frozenset({Role.EVENT, Role.SEGMENT, Role.BLOCK, Role.PAST})
 # What the items of a list with a role are: (is it a dict?, role).

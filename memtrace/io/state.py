@@ -12,7 +12,7 @@ from memtrace.errors import NotASnapshotError
 from memtrace.io.columns import check_dicts, check_integer, check_list, check_sum, integers
 from memtrace.io.events import Vocabulary
 from memtrace.io.intern import StackIds
-from memtrace.io.roles import MAX_NAMES, SEGMENT_KEYS
+from memtrace.io.roles import MAX_NAMES
 from memtrace.model import Blocks, BlockState, Segments
 from memtrace.model.state import REQUEST_UNKNOWN
 
@@ -23,6 +23,10 @@ _STATES = {
     # named in torch's docstring, never written by it (snapshot-format 2.4)
     "active_awaiting_free": BlockState.PENDING,
 }
+_SEGMENT_KEYS = frozenset(
+    "device address total_size allocated_size active_size requested_size stream segment_type segment_pool_id "
+    "is_expandable frames blocks forward_frames".split()
+)
 _BLOCK_KEYS = frozenset("address size requested_size state frames history forward_frames".split())
 MAX_DEVICES = 512
 _SMALL_SEGMENT = 2 * 1024 * 1024
@@ -97,7 +101,7 @@ def parse_state(raw: list[object], interner: StackIds, words: Vocabulary, take_b
     segment_keys = {str(key) for shape in set(map(tuple, rows)) for key in shape}
     if len(segment_keys) > MAX_NAMES:
         raise NotASnapshotError("segments have more different keys than torch has names for")
-    unknown = (found.keys - _BLOCK_KEYS) | (segment_keys - SEGMENT_KEYS)
+    unknown = (found.keys - _BLOCK_KEYS) | (segment_keys - _SEGMENT_KEYS)
     return State(segments, blocks, found.keys, unknown, tiled, _totals_agree(rows, blocks, owner))
 
 
