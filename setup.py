@@ -23,7 +23,7 @@ def extensions() -> list[Extension]:
         Extension(
             ".".join(source.relative_to(ROOT).with_suffix("").parts),
             [source.relative_to(ROOT).as_posix()],
-            depends=[part.relative_to(ROOT).as_posix() for part in sorted(source.parent.glob("_*.pxi"))],
+            depends=[part.relative_to(ROOT).as_posix() for part in sorted(ROOT.glob("memtrace/**/_*.pxi"))],
             extra_compile_args=ARGUMENTS,
             define_macros=[("Py_LIMITED_API", "0x030B0000"), ("CYTHON_LIMITED_API", "1")] if STABLE_ABI else [],
             py_limited_api=STABLE_ABI,

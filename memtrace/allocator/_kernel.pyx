@@ -49,6 +49,7 @@ cdef enum:  # what a node is; the first three are also the numbers of the lists 
     HOLE = 2
     UNUSED = 3
 
+include "../model/_column.pxi"
 include "_kernel_tables.pxi"
 include "_kernel_ranges.pxi"
 include "_kernel_logs.pxi"

@@ -21,38 +21,9 @@ cdef void* resized(void* data, size_t count, size_t width) except NULL nogil:
 
 # ---- memory that numpy reads in place
 
-@cython.final
-cdef class Column:
-    """Bytes in C memory, as a buffer. They live as long as any array made of them."""
-
-    cdef void* data
-    cdef Py_ssize_t bytes
-
-    def __cinit__(self):
-        self.data = NULL
-        self.bytes = 0
-
-    def __dealloc__(self):
-        free(self.data)
-
-    def __getbuffer__(self, Py_buffer* view, int flags):
-        PyBuffer_FillInfo(view, self, self.data, self.bytes, 0, flags)
-
-    def __releasebuffer__(self, Py_buffer* view):
-        pass
-
-    def __len__(self):
-        return self.bytes
-
-
 cdef Column handed_out(void** data, size_t count, size_t width):
     """A column that owns `data` from now on, cut to `count` things of `width` bytes."""
-    cdef Column column = Column()
-    column.data = data[0]
-    data[0] = NULL
-    column.bytes = <Py_ssize_t>(count * width)
-    column.data = resized(column.data, count, width)
-    return column
+    return adopt(data, count * width)
 
 
 # ---- address -> node: open addressing, with a mixer that only this process knows

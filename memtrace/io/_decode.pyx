@@ -33,6 +33,7 @@ cdef extern from "Python.h":
     object PyMemoryView_FromMemory(char* memory, Py_ssize_t size, int flags)
     object PyUnicode_DecodeUTF8(const char* text, Py_ssize_t size, const char* errors)
 
+include "../model/_column.pxi"
 include "_decode_tables.pxi"
 include "_decode_machine.pxi"
 include "_decode_values.pxi"
@@ -52,32 +53,6 @@ if (
     roles.MAX_CONTAINERS, roles.MAX_NAMES,
 ):
     raise ImportError("the decoder was built for other limits: build it again")
-
-
-cdef class Column:
-    """Memory that a numpy array can stand on without a copy."""
-
-    cdef void* memory
-    cdef Py_ssize_t length
-
-    def __dealloc__(self):
-        free(self.memory)
-
-    def __getbuffer__(self, Py_buffer* view, int flags):
-        PyBuffer_FillInfo(view, self, self.memory, self.length, 0, flags)
-
-    def __releasebuffer__(self, Py_buffer* view):
-        pass
-
-
-cdef Column adopt(void** memory, size_t length):
-    """A column of `length` bytes, which takes the memory over and gives back what is too much."""
-    cdef Column column = Column()
-    cdef void* smaller = realloc(memory[0], length if length else 1)
-    column.memory = memory[0] if smaller == NULL else smaller
-    column.length = <Py_ssize_t>length
-    memory[0] = NULL
-    return column
 
 
 class Opaque:
@@ -296,7 +271,6 @@ cdef class Decoder:
 
     cdef text(self, uint32_t index):
         """A text: one object, however often the file refers to it."""
-        cdef Interned* texts = &self.machine.texts
         text = self.known_texts.get(index)
         if text is None:
             text = self.known_texts[index] = self.decoded(index)

@@ -13,24 +13,14 @@ cdef enum:
 
 cdef bint grow_blocks(Machine* m) noexcept nogil:
     cdef size_t room = m.blocks_capacity * 2 if m.blocks_capacity else 1024
-    cdef size_t held = m.blocks_capacity
-    # each column has `held` as its own capacity: they grow together
-    if not grow(<void**>&m.block_mask, &held, room, 1):
-        return False
-    held = m.blocks_capacity
-    if not grow(<void**>&m.block_address, &held, room, 8):
-        return False
-    held = m.blocks_capacity
-    if not grow(<void**>&m.block_size, &held, room, 8):
-        return False
-    held = m.blocks_capacity
-    if not grow(<void**>&m.block_requested, &held, room, 8):
-        return False
-    held = m.blocks_capacity
-    if not grow(<void**>&m.block_state, &held, room, 4):
-        return False
-    held = m.blocks_capacity
-    if not grow(<void**>&m.block_stack, &held, room, 4):
+    if not (
+        widen(<void**>&m.block_mask, room, 1)
+        and widen(<void**>&m.block_address, room, 8)
+        and widen(<void**>&m.block_size, room, 8)
+        and widen(<void**>&m.block_requested, room, 8)
+        and widen(<void**>&m.block_state, room, 4)
+        and widen(<void**>&m.block_stack, room, 4)
+    ):
         return False
     m.blocks_capacity = room
     return True
@@ -137,20 +127,13 @@ cdef enum:
 
 cdef bint grow_notes(Machine* m) noexcept nogil:
     cdef size_t room = m.notes_capacity * 2 if m.notes_capacity else 1024
-    cdef size_t held = m.notes_capacity
-    if not grow(<void**>&m.note_mask, &held, room, 1):
-        return False
-    held = m.notes_capacity
-    if not grow(<void**>&m.note_name, &held, room, 4):
-        return False
-    held = m.notes_capacity
-    if not grow(<void**>&m.note_stage, &held, room, 4):
-        return False
-    held = m.notes_capacity
-    if not grow(<void**>&m.note_device, &held, room, 8):
-        return False
-    held = m.notes_capacity
-    if not grow(<void**>&m.note_time, &held, room, 8):
+    if not (
+        widen(<void**>&m.note_mask, room, 1)
+        and widen(<void**>&m.note_name, room, 4)
+        and widen(<void**>&m.note_stage, room, 4)
+        and widen(<void**>&m.note_device, room, 8)
+        and widen(<void**>&m.note_time, room, 8)
+    ):
         return False
     m.notes_capacity = room
     return True

@@ -150,7 +150,6 @@ cdef inline bint has_cells(uint8_t role) noexcept nogil:
 cdef bint make_tuple(Machine* m, uint64_t first) noexcept nogil:
     """A tuple in place of the values from slot `first`."""
     cdef uint8_t height = 0
-    cdef uint64_t slot
     cdef int64_t[2] pair
     cdef uint32_t index
     if not weigh(m, SEQUENCE_WEIGHT) or not close_above(m, first) or not holding_height(m, first, &height):

@@ -30,37 +30,18 @@ cdef extern from *:
 
 cdef bint grow_rows(Machine* m) noexcept nogil:
     cdef size_t room = m.rows_capacity * 2 if m.rows_capacity else 4096
-    cdef size_t held
-    # each column has `held` as its own capacity: they grow together
-    held = m.rows_capacity
-    if not grow(<void**>&m.action, &held, room, 1):
-        return False
-    held = m.rows_capacity
-    if not grow(<void**>&m.mask, &held, room, 2):
-        return False
-    held = m.rows_capacity
-    if not grow(<void**>&m.addr, &held, room, 8):
-        return False
-    held = m.rows_capacity
-    if not grow(<void**>&m.size, &held, room, 8):
-        return False
-    held = m.rows_capacity
-    if not grow(<void**>&m.stream, &held, room, 8):
-        return False
-    held = m.rows_capacity
-    if not grow(<void**>&m.stack_id, &held, room, 4):
-        return False
-    held = m.rows_capacity
-    if m.has_time and not grow(<void**>&m.time, &held, room, 8):
-        return False
-    held = m.rows_capacity
-    if m.has_pool and not grow(<void**>&m.pool, &held, room, 4):
-        return False
-    held = m.rows_capacity
-    if m.has_context and not grow(<void**>&m.context, &held, room, 4):
-        return False
-    held = m.rows_capacity
-    if m.has_metadata and not grow(<void**>&m.metadata, &held, room, 4):
+    if not (
+        widen(<void**>&m.action, room, 1)
+        and widen(<void**>&m.mask, room, 2)
+        and widen(<void**>&m.addr, room, 8)
+        and widen(<void**>&m.size, room, 8)
+        and widen(<void**>&m.stream, room, 8)
+        and widen(<void**>&m.stack_id, room, 4)
+        and (not m.has_time or widen(<void**>&m.time, room, 8))
+        and (not m.has_pool or widen(<void**>&m.pool, room, 4))
+        and (not m.has_context or widen(<void**>&m.context, room, 4))
+        and (not m.has_metadata or widen(<void**>&m.metadata, room, 4))
+    ):
         return False
     m.rows_capacity = room
     return True

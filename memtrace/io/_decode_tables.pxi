@@ -72,6 +72,12 @@ cdef bint grow(void** data, size_t* capacity, size_t needed, size_t width) noexc
     return True
 
 
+cdef bint widen(void** column, size_t room, size_t width) noexcept nogil:
+    """The same for one of several columns that grow together: their capacity is kept elsewhere."""
+    cdef size_t held = 0
+    return grow(column, &held, room, width)
+
+
 cdef bint table_init(Interned* table) noexcept nogil:
     memset(table, 0, sizeof(Interned))
     table.slots = <uint32_t*>malloc(1024 * sizeof(uint32_t))

@@ -230,7 +230,6 @@ cdef inline bint push_text(Machine* m, Input* source, const uint8_t* text, uint6
 
 
 cdef bint stop(Machine* m) noexcept nogil:
-    cdef uint8_t role
     if m.mark_count or m.height == 0:
         return fail(m, NOT_THERE)
     if m.height != 1:

@@ -193,18 +193,20 @@ class _Events:
         self.time_us = _optional(memory["time_us"], np.int64)
         self.pool = _optional(memory["pool"], np.int32)
         self.texts = {key: _optional(memory[key], np.int32) for key in ("compile_context", "user_metadata")}
-        self.ranges = [slice(start, end) for start, end, *_ in decoder.traces()]
-        self.timed = [_all_or_none(device, *found) for device, found in enumerate(decoder.traces())]
-        self.pooled = [found[-1] for found in decoder.traces()]
+        found = decoder.traces()
+        self.ranges = [slice(start, end) for start, end, *_ in found]
+        self.timed = [_all_or_none(device, *one) for device, one in enumerate(found)]
+        self.pooled = [one[-1] for one in found]
         self.device_free: dict[int, object] = {}
         self.said: list[dict[str, Ids | None]] = []
         words.see(decoder.event_keys())
         self._number_actions(decoder.strange_actions(), words)
         self._take_extras(extras, numbers)
+        pairs = np.frombuffer(decoder.pairs() if any(self.pooled) else b"", np.int64).reshape(-1, 2)
         for device, rows in enumerate(self.ranges):
             self.said.append({key: self._number_texts(key, rows, decoder, numbers) for key in self.texts})
             if self.pooled[device]:
-                self._number_pools(rows, np.frombuffer(decoder.pairs(), np.int64).reshape(-1, 2), words)
+                self._number_pools(rows, pairs, words)
 
     def traces(self) -> list[Trace]:
         """One trace a device; when its columns are final."""
