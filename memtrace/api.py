@@ -24,9 +24,12 @@ from memtrace.allocator.stored import Highest, Peaks, Stored
 from memtrace.analysis import moment
 from memtrace.analysis.blame import BYS, Blame, blame_at
 from memtrace.analysis.frames import ShownStacks, shown_stacks
-from memtrace.attribution import CATEGORIES, Attribution, attribute
+from memtrace.attribution import Attribution, attribute
+from memtrace.attribution.rules import ALL
+from memtrace.attribution.user_rules import RulesLike, as_rules
 from memtrace.errors import MissingExtraError, QuestionError
 from memtrace.model import Notice, SnapshotData
+from memtrace.timeline import Timeline, timeline_of
 from memtrace.units import format_bytes, plural
 
 # Others are imported where they are used: what the cache answers needs none of them, and they take their time.
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from memtrace.analysis.info import DeviceInfo
     from memtrace.analysis.tree import CallTree
     from memtrace.analysis.verify import Verdict
+    from memtrace.analysis.why import Why
     from memtrace.io.read import Progress
     from memtrace.io.recording import RankFile
 
@@ -60,18 +64,20 @@ def load(
     max_bytes: int | None = None,
     progress: Progress | None = None,
     cache: bool = True,
+    rules: RulesLike | None = None,
 ) -> Snapshot:
     """Opens a snapshot: a pickle of any torch release (plain, .gz, .xz, .zst, torch's plot HTML), or a recording.
 
     A directory is a recording: `rank` chooses in it (default: the rank with the highest peak). `max_bytes` bounds
     the uncompressed size (default 8 GiB); `progress(done, total)` hears about bytes read. A large file that was
-    opened before comes from the user's cache, unless `cache` is False; only `Snapshot.remember` writes to it. Raises
-    a `memtrace.errors.SourceError` that says what is wrong with the input. Nothing in a file is ever run.
+    opened before comes from the user's cache, unless `cache` is False; only `Snapshot.remember` writes to it. `rules`:
+    TOML files with rules of your own (docs/rules.md). Raises a `memtrace.errors.SourceError` that says what is wrong
+    with the input. Nothing in a file is ever run.
 
     >>> load("fixtures/mlp-adamw.pickle.xz").peak()
     Peak(545.23 MiB allocated after event 192)
     """
-    path = os.fsdecode(path)
+    path, own = os.fsdecode(path), as_rules(rules)
     source: RankFile | None = None
     if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises for a name that is too long
         from memtrace.io import recording
@@ -83,11 +89,11 @@ def load(
     stored = Stored.of(path, max_bytes) if cache else None
     data = None if stored is None else stored.data()
     if data is not None:
-        return Snapshot(data, recording=source, stored=stored)
+        return Snapshot(data, recording=source, stored=stored, rules=own)
     data = _read(path, max_bytes, progress)
     if stored is not None and not stored.file_unchanged:
         stored = None
-    return Snapshot(data, recording=source, stored=stored, is_new=True)
+    return Snapshot(data, recording=source, stored=stored, is_new=True, rules=own)
 
 
 def _read(path: str, max_bytes: int | None, progress: Progress | None) -> SnapshotData:
@@ -110,14 +116,17 @@ class Snapshot:
         recording: RankFile | None = None,
         stored: Stored | None = None,
         is_new: bool = False,
+        rules: RulesLike | None = None,
     ) -> None:
         self.data = data
         self.recording = recording
+        self.rules = as_rules(rules)
         self._stored = stored
         self.was_read = is_new
         self._has_news = is_new
         self._replays: dict[int, Replay] = {}
         self._peaks: dict[int, Peaks] = {}
+        self._timelines: dict[int, Timeline] = {}
         self._attributions: dict[int, Attribution] = {}
 
     def __repr__(self) -> str:
@@ -192,6 +201,21 @@ class Snapshot:
             return self.peak(of, chosen).event
         return moment.event_at(str(at), of, self.replay(chosen), self.data.trace(chosen))
 
+    def timeline(self, device: int | None = None) -> Timeline:
+        """Phases and steps of one device's trace, and where each was read from."""
+        chosen = self._device(device)
+        if chosen not in self._timelines:
+            self._timelines[chosen] = timeline_of(self.data, chosen, self.replay(chosen).lifetimes)
+        return self._timelines[chosen]
+
+    def attribution(self, device: int | None = None) -> Attribution:
+        """What each block of one device is for, in the order of `replay().lifetimes`, and why we think so."""
+        chosen = self._device(device)
+        if chosen not in self._attributions:
+            rules, labels = (*self.rules.rules, *ALL), self.rules.labels
+            self._attributions[chosen] = attribute(self.data, self.replay(chosen), self.timeline(chosen), rules, labels)
+        return self._attributions[chosen]
+
     def blame(
         self,
         at: str | int = "peak",
@@ -213,8 +237,23 @@ class Snapshot:
         event = self.event(at, of, chosen)
         shown = self._shown_with_cpp if cpp else self._shown
         return blame_at(
-            self.data, self.replay(chosen), self._attribution(chosen), shown, event=event, of=of, by=by
-        )  # fmt: skip
+            self.data,
+            self.replay(chosen),
+            self.timeline(chosen),
+            self.attribution(chosen),
+            shown,
+            event=event,
+            of=of,
+            by=by,
+        )
+
+    def why(self, at: str | int = "peak", of: str = "allocated", device: int | None = None) -> tuple[Why, ...]:
+        """Which rules decided the categories of a moment, with the bytes and the frame of each, largest first."""
+        from memtrace.analysis.why import why_at
+
+        chosen = self._device(device)
+        event = self.event(at, of, chosen)
+        return why_at(self.replay(chosen), self.attribution(chosen), self.data.stacks, event=event, of=of)
 
     def tree(self, at: str | int = "peak", of: str = "allocated", device: int | None = None) -> CallTree:
         """The call tree of a moment: a networkx DiGraph of frames with edges weighted in bytes."""
@@ -244,7 +283,8 @@ class Snapshot:
         blocks = self.replay(chosen).lifetimes
         columns = {name: getattr(blocks, name) for name in blocks.__slots__ if name not in ("large", "span")}
         pool = np.where(blocks.large, "large", "small")
-        category = np.array(CATEGORIES)[self._attribution(chosen).category]
+        attribution = self.attribution(chosen)
+        category = np.array(attribution.categories)[attribution.category]
         return pd.DataFrame({**columns, "pool": pool, "category": category})
 
     def remember(self) -> bool:
@@ -280,11 +320,6 @@ class Snapshot:
     @cached_property
     def _shown_with_cpp(self) -> ShownStacks:
         return shown_stacks(self.data.stacks, cpp=True)
-
-    def _attribution(self, device: int) -> Attribution:
-        if device not in self._attributions:
-            self._attributions[device] = attribute(self.replay(device).lifetimes, self.data.stacks)
-        return self._attributions[device]
 
     def _device(self, device: int | None) -> int:
         chosen = self.default_device if device is None else device

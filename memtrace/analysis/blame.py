@@ -9,16 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrace.allocator import Lifetimes, Replay
-from memtrace.analysis.frames import ShownStacks, innermost_common
+from memtrace.analysis.frames import ShownStacks, display_frame, innermost_common
 from memtrace.analysis.holdings import NO_BLOCK, Holdings, holdings_at
-from memtrace.attribution import CATEGORIES, CONFIDENCE, LABELS, REASON_TEXT, Attribution, Reason
+from memtrace.attribution import CONFIDENCE, REASON_TEXT, Attribution, Reason
 from memtrace.model import Frame, SnapshotData, StackTable
 from memtrace.model.stacks import NOT_RECORDED
+from memtrace.timeline import PHASES, Timeline
+from memtrace.timeline.timeline import NO_STEP
 from memtrace.units import format_bytes
 
-By = Literal["category", "stack", "frame", "file", "stream", "block", "tree"]
+By = Literal["category", "stack", "frame", "file", "phase", "stream", "block", "tree"]
 _ALLOCATOR_KEYS = -(1 << 32)
-BYS = ("category", "stack", "frame", "file", "stream", "block", "tree")
+BYS = ("category", "stack", "frame", "file", "phase", "stream", "block", "tree")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,23 @@ class BlockFacts:
     pool: str
     segment: int | None
     before_recording: bool
+    phase: str | None
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What decided: a rule's id, and the frame it matched (None: it looked at size, life or place alone)."""
+
+    rule: str
+    frame: Frame | None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One group. `key` is the group's name where it has one of its own (file, frame, stream); `category` is the one
-    with most bytes; `stack` the heaviest, as an id of `Blame.stacks` (-1: none); `dominator` the innermost frame
-    that all bytes of the group pass through, if there is one."""
+    """One group. `key` is the group's name where it has one of its own (file, frame, phase, stream); `category` is the
+    one with most bytes; `stack` the heaviest, as an id of `Blame.stacks` (-1: none); `dominator` the innermost frame
+    that all bytes of the group pass through, if there is one; `evidence` what decided most bytes of that category."""
 
     key: str | None
     bytes: int
@@ -51,6 +63,7 @@ class Row:
     confidence: str
     stack: int
     dominator: Frame | None
+    evidence: Evidence | None
     block: BlockFacts | None = None
 
 
@@ -67,6 +80,8 @@ class Blame:
     by: str
     total_bytes: int
     slack_bound: int
+    phase: str | None
+    step: int | None
     rows: tuple[Row, ...]
     stacks: StackTable
 
@@ -84,19 +99,24 @@ class Blame:
 
 
 def blame_at(
-    data: SnapshotData, replay: Replay, attribution: Attribution, shown: ShownStacks, *, event: int, of: str, by: str
+    data: SnapshotData,
+    replay: Replay,
+    timeline: Timeline,
+    attribution: Attribution,
+    shown: ShownStacks,
+    *,
+    event: int,
+    of: str,
+    by: str,
 ) -> Blame:
     """Who owns the bytes of counter `of` after `event`, grouped `by` one of `BYS` (`tree`: by call path)."""
     held = holdings_at(replay, attribution, event, of)
-    groups = _Groups(held, shown, replay, event)
-    rows = (
-        groups.blocks()
-        if by == "block"
-        else [groups.row(members, by) for members in _members(_group_keys(held, shown, by))]
-    )
+    groups = _Groups(held, shown, replay, timeline, attribution, data.stacks, event)
+    rows = groups.blocks() if by == "block" else [groups.row(members, by) for members in groups.members(by)]
     rows.sort(key=lambda row: (-row.bytes, row.key or "", row.category, row.stack))
     times = data.trace(replay.device).time_us
     unsure = replay.lifetimes.slack_bound[held.block[held.block != NO_BLOCK]] if of != "requested" else None
+    phase, step = timeline.at(event)
     return Blame(
         device=replay.device,
         event=event,
@@ -107,24 +127,11 @@ def blame_at(
         by=by,
         total_bytes=held.total,
         slack_bound=0 if unsure is None or of == "reserved" else int(unsure.sum()),
+        phase=phase,
+        step=step,
         rows=tuple(rows),
         stacks=shown.table,
     )
-
-
-def _group_keys(held: Holdings, shown: ShownStacks, by: str) -> NDArray[np.int64]:
-    """One integer per row of `held`, equal within a group. The allocator's own rows stay apart, one group each."""
-    own = held.block == NO_BLOCK
-    if by == "category":
-        keys = held.category.astype(np.int64)
-    elif by == "stream":
-        keys = np.unique(held.stream, return_inverse=True)[1].astype(np.int64)
-    else:
-        row = shown.rows(held.stack).astype(np.int64)
-        keys = row if by in ("stack", "tree") else _frame_keys(row, shown, by)
-        # without a frame to group by, blocks stay together by what is known of them
-        keys = np.where(row == NOT_RECORDED, -1 - held.category.astype(np.int64) * len(Reason) - held.reason, keys)
-    return np.where(own, _ALLOCATOR_KEYS - held.category.astype(np.int64), keys)
 
 
 def _frame_keys(row: NDArray[np.int64], shown: ShownStacks, by: str) -> NDArray[np.int64]:
@@ -146,77 +153,160 @@ def _members(keys: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 class _Groups:
     """Makes one `Row` of the rows of a group."""
 
-    def __init__(self, held: Holdings, shown: ShownStacks, replay: Replay, event: int) -> None:
+    def __init__(
+        self,
+        held: Holdings,
+        shown: ShownStacks,
+        replay: Replay,
+        timeline: Timeline,
+        attribution: Attribution,
+        stacks: StackTable,
+        event: int,
+    ) -> None:
         self.held = held
         self.shown = shown
         self.replay = replay
+        self.attribution = attribution
+        self.stacks = stacks
+        self.timeline = timeline
         self.segments = _SegmentLookup(replay, event)
         self.shown_row = shown.rows(held.stack)
+        born = np.where(held.block == NO_BLOCK, -1, replay.lifetimes.born[held.block]) if len(held) else held.block
+        self.run = np.where(born < 0, -1, timeline.runs(born)) if len(timeline) else np.full(len(held), -1)
+
+    def members(self, by: str) -> list[NDArray[np.int64]]:
+        """Row numbers of each group."""
+        return _members(self._keys(by))
+
+    def _keys(self, by: str) -> NDArray[np.int64]:
+        """One integer per row, equal within a group. The allocator's own rows stay apart, one group each."""
+        held = self.held
+        if by == "category":
+            keys = held.category.astype(np.int64)
+        elif by == "stream":
+            keys = np.unique(held.stream, return_inverse=True)[1].astype(np.int64)
+        elif by == "phase":
+            keys = self._phase_keys()
+        else:
+            row = self.shown_row.astype(np.int64)
+            keys = row if by in ("stack", "tree") else _frame_keys(row, self.shown, by)
+            # without a frame to group by, blocks stay together by what is known of them
+            keys = np.where(row == NOT_RECORDED, -1 - held.category.astype(np.int64) * len(Reason) - held.reason, keys)
+        return np.where(held.block == NO_BLOCK, _ALLOCATOR_KEYS - held.category.astype(np.int64), keys)
+
+    def _phase_keys(self) -> NDArray[np.int64]:
+        timeline = self.timeline
+        if not len(timeline):
+            return np.full(len(self.run), -1, np.int64)
+        code = timeline.phase.astype(np.int64) + (timeline.step.astype(np.int64) + 1) * len(PHASES)
+        return np.where(self.run < 0, -1, code[self.run])
 
     def row(self, members: NDArray[np.int64], by: str) -> Row:
         held = self.held
         size = held.bytes[members]
         category = _heaviest(held.category[members], size)
         shown = self.shown_row[members]
-        framed = shown != NOT_RECORDED  # a mixed group shows a call site where it has one
+        framed = shown != NOT_RECORDED
+        if 2 * int(size[framed].sum()) < int(size.sum()) and by == "category":
+            framed[:] = False  # most of it comes from threads without Python: no call site stands for it
         is_block = bool(held.block[members[0]] != NO_BLOCK)
         return Row(
             key=self._key(int(members[0]), by) if is_block else None,
             bytes=int(size.sum()),
             blocks=len(members) if is_block else 0,
-            category=CATEGORIES[category],
+            category=self.attribution.categories[category],
             label=self._label(members, category),
             confidence=CONFIDENCE[int(held.confidence[members].max())],
             stack=_heaviest(shown[framed], size[framed]) if framed.any() else NOT_RECORDED,
             dominator=self._dominator(shown),
+            evidence=self._evidence(members, category),
         )
 
     def blocks(self) -> list[Row]:
         """A row for each row of the holdings. There can be hundreds of thousands: nothing is looked up twice."""
         held, table, blocks = self.held, self.shown.table, self.replay.lifetimes
         tops: dict[int, Frame | None] = {NOT_RECORDED: None}
-        labels = {(code, reason): self._label_of(code, reason) for code, reason in _pairs(held.category, held.reason)}
+        labels: dict[tuple[int, int, int, int], str] = {}
+        evidence: dict[tuple[int, int], Evidence | None] = {}
         index = np.where(held.block == NO_BLOCK, 0, held.block)
-        facts = zip(
-            *(column[index].tolist() if len(blocks) else [0] * len(held) for column in _fact_columns(blocks)),
-            self.segments.addresses(index) if len(blocks) else [None] * len(held),
-            strict=True,
-        )
+        columns = [column[index].tolist() if len(blocks) else [0] * len(held) for column in _fact_columns(blocks)]
+        segments = self.segments.addresses(index) if len(blocks) else [None] * len(held)
+        moments = {run: self._moment(run) for run in np.unique(self.run).tolist()}
+        when = [moments[run] for run in self.run.tolist()]
+        facts = zip(*columns, segments, when, strict=True)
         rows = []
-        for size, block, category, confidence, reason, stack, fact in zip(
+        for size, block, category, confidence, reason, rule, frame, label, stack, fact in zip(
             held.bytes.tolist(),
             held.block.tolist(),
             held.category.tolist(),
             held.confidence.tolist(),
             held.reason.tolist(),
+            held.rule.tolist(),
+            held.frame.tolist(),
+            held.label.tolist(),
             self.shown_row.tolist(),
             facts,
             strict=True,
         ):
             if stack not in tops:
                 tops[stack] = table.frame(int(table.ids(stack)[0]))
+            named = (category, reason, label, stack if reason == Reason.NO_RULE else NOT_RECORDED)
+            if named not in labels:
+                labels[named] = self._label_of(*named)
+            if (rule, frame) not in evidence:
+                evidence[rule, frame] = self._evidence_of(rule, frame)
             rows.append(
                 Row(
                     key=None,
                     bytes=size,
                     blocks=int(block != NO_BLOCK),
-                    category=CATEGORIES[category],
-                    label=labels[category, reason],
+                    category=self.attribution.categories[category],
+                    label=labels[named],
                     confidence=CONFIDENCE[confidence],
                     stack=stack,
                     dominator=tops[stack],
+                    evidence=evidence[rule, frame],
                     block=None if block == NO_BLOCK else _facts(*fact),
                 )
             )
         return rows
 
-    def _label_of(self, category: int, reason: int) -> str:
-        name = CATEGORIES[category]
-        return LABELS[name] if name != "unknown" else REASON_TEXT[Reason(reason)]
+    def _moment(self, run: int) -> tuple[str | None, int | None]:
+        """Phase and step of a run of the timeline."""
+        if run < 0:
+            return None, None
+        step = int(self.timeline.step[run])
+        return PHASES[int(self.timeline.phase[run])], None if step == NO_STEP else step
+
+    def _label_of(self, category: int, reason: int, label: int, stack: int) -> str:
+        """The label of one block: its rule's, else its category's; of an undecided one why, and its line."""
+        if label >= 0:
+            return self.attribution.labels[label]
+        if self.attribution.categories[category] != "unknown":
+            return self.attribution.category_labels[category]
+        text = REASON_TEXT[Reason(reason)]
+        if reason != Reason.NO_RULE or stack == NOT_RECORDED:
+            return text
+        return f"{text} for {display_frame(self.shown.table.frame(int(self.shown.own[stack])))}"
+
+    def _evidence(self, members: NDArray[np.int64], category: int) -> Evidence | None:
+        """What decided most bytes of a category in a group."""
+        inside = members[self.held.category[members] == category]
+        pair = (self.held.rule[inside].astype(np.int64) << 32) + self.held.frame[inside] + 1
+        heaviest = _heaviest(pair, self.held.bytes[inside])
+        return self._evidence_of(heaviest >> 32, (heaviest & 0xFFFFFFFF) - 1)
+
+    def _evidence_of(self, rule: int, frame: int) -> Evidence | None:
+        if rule < 0:
+            return None
+        return Evidence(self.attribution.rules[rule].id, None if frame < 0 else self.stacks.frame(frame))
 
     def _key(self, first: int, by: str) -> str | None:
         if by == "stream":
             return str(int(self.held.stream[first]))
+        if by == "phase":
+            phase, step = self._moment(int(self.run[first]))
+            return phase if step is None else f"{phase}, step {step}"
         row = int(self.shown_row[first])
         if by not in ("frame", "file") or row == NOT_RECORDED:
             return None
@@ -224,27 +314,44 @@ class _Groups:
         return frame.filename if by == "file" else f"{frame.filename}:{frame.line} {frame.name}"
 
     def _label(self, members: NDArray[np.int64], category: int) -> str:
-        """The category's label; of undecided blocks, why: with bytes for each reason if there are several."""
-        name = CATEGORIES[category]
+        """The category's label, or the one that all its bytes share; of undecided blocks, why: with bytes for each
+        reason if there are several."""
         inside = members[self.held.category[members] == category]
-        reason, size = self.held.reason[inside], self.held.bytes[inside]
-        if name != "unknown":
-            return LABELS[name]
-        sums = [(int(size[reason == code].sum()), int(code)) for code in np.unique(reason)]
-        if len(sums) == 1:
-            return REASON_TEXT[Reason(sums[0][1])]
-        return ", ".join(
-            f"{REASON_TEXT[Reason(code)]} {format_bytes(part)}" for part, code in sorted(sums, reverse=True)
+        size = self.held.bytes[inside]
+        if self.attribution.categories[category] != "unknown":
+            labels = np.unique(self.held.label[inside])
+            return self._label_of(category, Reason.DECIDED, int(labels[0]) if len(labels) == 1 else -1, NOT_RECORDED)
+        texts: dict[str, int] = {}
+        pairs, which = np.unique(
+            np.stack([self.held.reason[inside].astype(np.int64), self._own_frame(inside)]), axis=1, return_inverse=True
         )
+        sums = np.zeros(pairs.shape[1], np.int64)
+        np.add.at(sums, which.ravel(), size)
+        lines = int((pairs[0] == Reason.NO_RULE).sum())
+        for reason, frame, part in zip(*pairs.tolist(), sums.tolist(), strict=True):
+            text = REASON_TEXT[Reason(reason)]
+            if reason == Reason.NO_RULE and lines == 1 and frame >= 0:
+                text += f" for {display_frame(self.shown.table.frame(frame))}"
+            elif reason == Reason.NO_RULE:
+                text += f" for {lines} places"
+            texts[text] = texts.get(text, 0) + part
+        if len(texts) == 1:
+            return next(iter(texts))
+        return ", ".join(
+            f"{text} {format_bytes(part)}" for part, text in sorted(((b, a) for a, b in texts.items()), reverse=True)
+        )
+
+    def _own_frame(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The frame that a person would look at, -1 where there is none."""
+        shown = self.shown_row[rows].astype(np.int64)
+        if not len(self.shown.own):
+            return np.full(len(rows), -1, np.int64)
+        return np.where(shown == NOT_RECORDED, -1, self.shown.own[shown].astype(np.int64))
 
     def _dominator(self, shown: NDArray[np.int32]) -> Frame | None:
         """The innermost frame that is in every one of the stacks."""
         rows = np.unique(shown).tolist()
         return None if NOT_RECORDED in rows else innermost_common(self.shown.table, rows)
-
-
-def _pairs(left: NDArray[np.uint8], right: NDArray[np.uint8]) -> set[tuple[int, int]]:
-    return set(zip(left.tolist(), right.tolist(), strict=True))
 
 
 def _fact_columns(blocks: Lifetimes) -> tuple[NDArray[Any], ...]:
@@ -271,9 +378,10 @@ def _facts(
     stream: int,
     large: bool,
     segment: int | None,
+    moment: tuple[str | None, int | None],
 ) -> BlockFacts:
     pool = "large" if large else "small"
-    return BlockFacts(address, size, requested, born, freed, died, stream, pool, segment, born < 0)
+    return BlockFacts(address, size, requested, born, freed, died, stream, pool, segment, born < 0, *moment)
 
 
 class _SegmentLookup:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from memtrace.allocator import Replay, series
-from memtrace.analysis.frames import Side, sides
 from memtrace.analysis.moment import COUNTER
 from memtrace.model import SnapshotData, Trace
+from memtrace.places import Side
+from memtrace.timeline.callsites import frame_sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def _stack_counts(data: SnapshotData, trace: Trace) -> StackCounts:
         owner = np.repeat(data.segments.device, np.diff(data.segments.first_block))
         stack = data.blocks.stack[(data.blocks.state != 0) & (owner == trace.device)]
     table = data.stacks
-    is_cpp = sides(table)[table.frame_ids] == Side.CPP
+    is_cpp = frame_sides(table)[table.frame_ids] == Side.CPP
     cpp_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_cpp)])
     cpp = np.diff(cpp_before[table.offsets])
     python = np.diff(table.offsets) - cpp

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from memtrace.api import Snapshot
 
 OFS = ("allocated", "reserved", "requested", "active")
-BYS = ("category", "stack", "frame", "file", "stream", "block", "tree")
+BYS = ("category", "stack", "frame", "file", "phase", "stream", "block", "tree")
 EXAMPLES = """\b
 Examples:
   memtrace blame --peak snapshot.pickle
+  memtrace blame --peak --why snapshot.pickle
   memtrace blame --at oom --by stack snapshot.pickle
   memtrace blame --of reserved --at 52840 snapshot.pickle
   memtrace blame --at 1.42s --by block --json snapshot.pickle
@@ -41,6 +42,7 @@ Examples:
     show_default=True,
     help="Rows of text to show (of a tree: per branch).",
 )
+@click.option("--why", is_flag=True, help="Name the rules that decided, the frames they matched, and what they say.")
 @click.option("--full-stack", is_flag=True, help="Show every Python frame of a stack, not only your own.")
 @click.option("--cpp", is_flag=True, help="Keep C++ frames (where recorded), and stacks that differ in them apart.")
 @options.device_option
@@ -53,6 +55,7 @@ def command(
     of: str,
     by: str,
     top: int,
+    why: bool,
     full_stack: bool,
     cpp: bool,
     device: int | None,
@@ -77,4 +80,4 @@ def command(
     else:
         from memtrace.cli import blame_text
 
-        blame_text.Report(opened, answer, common, when, top, full_stack=full_stack, cpp=cpp).write()
+        blame_text.Report(opened, answer, common, when, top, why=why, full_stack=full_stack, cpp=cpp).write()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from memtrace.analysis.blame import Blame, Row
+from memtrace.analysis.blame import Blame, Evidence, Row
 from memtrace.api import Snapshot
 from memtrace.cli import output
 from memtrace.model import Frame, Notice
@@ -21,8 +21,8 @@ def write(opened: Snapshot, answer: Blame, notices: Iterable[Notice]) -> None:
         "device": answer.device,
         "event": answer.event,
         "time_us": answer.time_us,
-        "phase": None,
-        "step": None,
+        "phase": answer.phase,
+        "step": answer.step,
         "of": answer.of,
         "total_bytes": answer.total_bytes,
         "bound_bytes": answer.slack_bound,
@@ -49,7 +49,7 @@ def _json_row(answer: Blame, row: Row) -> dict[str, Any]:
         "confidence": row.confidence,
         "stack": [_json_frame(frame) for frame in answer.stacks.frames(row.stack)],
         "dominator": _json_frame(row.dominator),
-        "evidence": None,
+        "evidence": _json_evidence(row.evidence),
     }
     if row.block is not None:
         block = row.block
@@ -63,12 +63,16 @@ def _json_row(answer: Blame, row: Row) -> dict[str, Any]:
             "stream": block.stream,
             "pool": block.pool,
             "segment": block.segment,
-            "phase": None,
-            "step": None,
+            "phase": block.phase,
+            "step": block.step,
             "module": None,
             "before_recording": block.before_recording,
         }
     return fields
+
+
+def _json_evidence(evidence: Evidence | None) -> dict[str, Any] | None:
+    return None if evidence is None else {"rule": evidence.rule, "frame": _json_frame(evidence.frame)}
 
 
 def _json_frame(frame: Frame | None) -> dict[str, Any] | None:

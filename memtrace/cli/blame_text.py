@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from memtrace.analysis.blame import Blame, Row
-from memtrace.analysis.frames import display_frame, is_plumbing, library_path, own_frames, short_path
+from memtrace.analysis.cause import main_cause
+from memtrace.analysis.frames import display_frame, library_path, own_frames
 from memtrace.api import Snapshot
 from memtrace.attribution import REASON_TEXT, Reason
+from memtrace.attribution.rule import BY_TEXT, By
 from memtrace.cli.options import Common
 from memtrace.cli.output import Column, Page
 from memtrace.model import Action
+from memtrace.places import Side, is_plumbing, short_path, side_of
 from memtrace.text import printable
 from memtrace.units import format_bytes, format_seconds, in_unit, plural, unit_of
 
@@ -22,7 +25,9 @@ if TYPE_CHECKING:
 _OWN_FRAMES = 3
 _LIBRARY_FRAMES = 3
 _FULL_FRAMES = 1000
+_REASONS = 10
 _DEEPEST_INDENT = 60
+_NO_PYTHON = "(autograd's thread: no Python frame)"
 _TREE_SHARE = 0.01
 """A branch of the tree below this share of the total is summed up in one line."""
 
@@ -31,19 +36,28 @@ class Report:
     """The page for people: the sentence, the table that sums, where to go next."""
 
     def __init__(
-        self, opened: Snapshot, answer: Blame, shared: Common, when: str, top: int, *, full_stack: bool, cpp: bool
+        self,
+        opened: Snapshot,
+        answer: Blame,
+        shared: Common,
+        when: str,
+        top: int,
+        *,
+        why: bool,
+        full_stack: bool,
+        cpp: bool,
     ) -> None:
         self.opened, self.answer, self.shared = opened, answer, shared
-        self.when, self.top, self.full_stack, self.cpp = when, top, full_stack, cpp
+        self.when, self.top, self.why, self.full_stack, self.cpp = when, top, why, full_stack, cpp
         self.page: Page = Page(shared.color)
         self.unit = self._unit()
 
     def write(self) -> None:
         answer = self.answer
         self.page.line(self._sentence(), style="bold")
-        request = self._request()
-        if request is not None:
-            self.page.line(request)
+        for line in (self._request(), main_cause(answer)):
+            if line is not None:
+                self.page.line(line)
         self.page.line()
         if answer.by == "tree":
             self._tree()
@@ -53,6 +67,8 @@ class Report:
                 self.page.line()
                 self.page.line("By stack, your own frames first:")
                 self._table(self.opened.blame(answer.event, answer.of, "stack", answer.device, cpp=self.cpp))
+        if self.why:
+            self._reasons()
         self.page.line()
         for line in self._closing():
             self.page.line(line, wrap="memtrace blame" not in line)
@@ -82,10 +98,50 @@ class Report:
         bound = (
             f" (up to {self._full(answer.slack_bound)} more: block sizes not all known)" if answer.slack_bound else ""
         )
-        device = f", device {answer.device}" if len(self.opened.devices) > 1 else ""
-        return (
-            f"{name}: {self._full(answer.total_bytes)} {answer.of}{bound}, {where}  ({self.opened.data.torch}{device})"
-        )
+        phase = self._phase()
+        where = f", in {phase} ({where})" if phase else f", {where}"
+        return f"{name}: {self._full(answer.total_bytes)} {answer.of}{bound}{where}  ({self._job()})"
+
+    def _phase(self) -> str | None:
+        answer = self.answer
+        if answer.phase in (None, "other"):
+            return None
+        return answer.phase if answer.step is None else f"{answer.phase} of step {answer.step}"
+
+    def _job(self) -> str:
+        """What kind of job it was, as far as the file tells."""
+        facts = self.opened.attribution(self.answer.device).deepspeed
+        parts = []
+        if facts is not None:
+            parts.append(f"ZeRO-{facts.stage}" if facts.stage else "")
+            parts.append(f"DeepSpeed {facts.releases}" if facts.releases else "DeepSpeed")
+        parts.append(str(self.opened.data.torch))
+        if len(self.opened.devices) > 1:
+            parts.append(f"device {self.answer.device}")
+        return ", ".join(part for part in parts if part)
+
+    def _reasons(self) -> None:
+        """What decided, for every category that the table shows."""
+        answer = self.answer
+        self.page.line()
+        self.page.line("Why:", style="bold")
+        found = self.opened.why(answer.event, answer.of, answer.device)
+        for one in found[: max(self.top, _REASONS)]:
+            label = f" ({one.label})" if one.label else ""
+            self.page.line(
+                f"{one.category}{label}: {self._full(one.bytes)}, {plural(one.blocks, 'block')}, {one.confidence} by "
+                f"{one.rule.id}"
+            )
+            if one.frame is not None:
+                self.page.line(f"  at {display_frame(one.frame)}")
+            self.page.line(f"  {one.rule.note}")
+            if one.rule.by != By.STACK:
+                self.page.line(f"  Decided by {BY_TEXT[one.rule.by]}.")
+            if one.rule.knob:
+                self.page.line(f"  Setting: {one.rule.knob}")
+        rest = found[max(self.top, _REASONS) :]
+        if rest:
+            self.page.line(f"{len(rest)} more rules: {self._full(sum(one.bytes for one in rest))} (-n shows more)")
 
     def _table(self, answer: Blame) -> None:
         shown, hidden = answer.rows[: self.top], answer.rows[self.top :]
@@ -143,12 +199,13 @@ class Report:
         return printable(row.key if self.full_stack else short_path(row.key))
 
     def _origin(self, answer: Blame, row: Row) -> str:
-        """The call that made the row's heaviest stack; "mostly" unless all of its bytes pass through it."""
+        """The call that decided most of the row; "mostly" unless all of its bytes pass through it."""
+        chosen = row.evidence.frame if row.evidence is not None else None
         frames = answer.frames(row)
         if not frames:
-            return ""
-        own = own_frames(frames)
-        chosen = (library_path(frames) or own or [*frames])[0]
+            return _NO_PYTHON if row.category in ("bwd.temp", "grad.full", "grad.partition") else ""
+        if chosen is None or side_of(chosen.filename) == Side.CPP:
+            chosen = (library_path(frames) or own_frames(frames) or [*frames])[0]
         return display_frame(chosen) if chosen == row.dominator else f"mostly {display_frame(chosen)}"
 
     def _stack(self, answer: Blame, row: Row) -> str:
@@ -227,8 +284,10 @@ class Report:
         here = f" -d {device}" if len(self.opened.devices) > 1 else ""
         size = f" --of {answer.of}" if answer.of != "allocated" else ""
         options = f"--at {self.when if self.when in ('peak', 'end', 'oom') else answer.event}{size}{here}"
-        steps = [f"--by {by}" for by in ("tree", "file") if by != answer.by]
-        if answer.by in ("category", "stack") and not self.full_stack:
+        steps = [f"--by {by}" for by in ("stack", "tree") if by != answer.by]
+        if answer.by == "category" and not self.why:
+            steps.insert(0, "--why")
+        if answer.by == "stack" and not self.full_stack:
             steps.append("--by stack --full-stack")
         yield f"next: memtrace blame {name} {options} {steps[0]}"
         for step in steps[1:]:
@@ -277,7 +336,9 @@ def _tree_lines(tree: CallTree, top: int, every: bool) -> Iterator[tuple[int, in
             node = below[0]
             chain.append(node)
         frames = [graph.nodes[link]["frame"] for link in chain]
-        telling = [frame for frame in frames if frame is not None and not is_plumbing(frame)] or frames
+        telling = [
+            frame for frame in frames if frame is not None and not is_plumbing(frame.filename, frame.name)
+        ] or frames
         name = graph.nodes[chain[0]]["label"] if telling[0] is None else display_frame(telling[0])
         if len(telling) > 1:
             name += f" > {'... > ' if len(chain) > 2 else ''}{display_frame(telling[-1])}"

@@ -29,10 +29,11 @@ def test_the_reports_case() -> None:
     """The figures of experience.md that a replay alone can give."""
     ran = memtrace("blame", "--peak", REPORT)
     assert ran.code == 0
-    assert ran.out.startswith("Peak: 55.21 GiB allocated, event 52,840 of 66,942")
+    assert ran.out.startswith("Peak: 55.21 GiB allocated, in backward of step 1 (event 52,840 of 66,942")
     assert "= torch.cuda.max_memory_allocated(), to the byte" in ran.out
     assert "Reserved at that moment 63.31 GiB: 8.10 GiB more is the allocator's" in ran.out
     assert "Reserved was highest, 67.05 GiB" in ran.out
+    assert "41 % of it is parameters that were gathered in forward and never released" in ran.out
     assert ran.err == ""
 
 
@@ -44,7 +45,7 @@ def test_the_reports_largest_call_sites() -> None:
     assert sum(row["bytes"] for row in retained) > 17 * 1024 * MiB
 
 
-@pytest.mark.parametrize("by", ["category", "stack", "frame", "file", "stream", "block", "tree"])
+@pytest.mark.parametrize("by", ["category", "stack", "frame", "file", "phase", "stream", "block", "tree"])
 def test_the_document(by: str) -> None:
     ran = memtrace("blame", "fixtures/two-streams.pickle.xz", "--of", "reserved", "--by", by, "--json")
     assert ran.code == 0
@@ -69,7 +70,7 @@ def test_the_document(by: str) -> None:
             assert row.keys() >= BLOCK_KEYS
         elif by == "block":
             assert "address" not in row
-        assert (row["key"] is None) or by in ("frame", "file", "stream")
+        assert (row["key"] is None) or by in ("frame", "file", "phase", "stream")
 
 
 def test_the_tree_document_nests_and_sums() -> None:
@@ -96,7 +97,7 @@ def test_a_stack_deeper_than_any_recursion_limit(tmp_path: Path) -> None:
 
 def test_more_rows_are_summed_up_in_one() -> None:
     ran = memtrace("blame", REPORT, "--by", "stack", "-n", "3")
-    assert "45 more" in ran.out
+    assert "46 more" in ran.out
     assert ran.out.count(" total ") == 1
 
 
@@ -177,7 +178,7 @@ def test_a_window_says_what_it_lacks() -> None:
 def test_blocks_without_a_stack_are_listed_with_the_reason(tmp_path: Path) -> None:
     builder = SnapshotBuilder().alloc(0x7F0000000000, 4 * MiB, stack="f").alloc(0x7F1000000000, 4 * MiB, stack=None)
     rows = memtrace("blame", builder.pickle(tmp_path / "x.pickle"), "--by", "block", "--json").document["data"]["rows"]
-    assert sorted(row["label"] for row in rows) == ["no rule", "no stack"]
+    assert sorted(row["label"] for row in rows) == ["no rule for model.py:1 f", "no stack"]
     off = SnapshotBuilder(context=None).alloc(0x7F0000000000, 4 * MiB)
     rows = memtrace("blame", off.pickle(tmp_path / "y.pickle"), "--json").document["data"]["rows"]
     assert [(row["category"], row["label"]) for row in rows] == [("unknown", "history off")]

@@ -1,0 +1,106 @@
+"""What a rule is. Rules are data: the modules of `memtrace.attribution.rules` list them, one module a library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from memtrace.timeline import Phase
+from memtrace.timeline.callsites import Function
+
+
+class By(IntEnum):
+    """What decides the category of a block whose stack a rule matched; all but STACK look at the block itself too."""
+
+    STACK = 0
+    ACTIVATION = 1
+    LOGITS = 2
+    OPTIMIZER = 3
+    BACKWARD = 4
+    GRADIENT = 5
+    GATHER = 6
+    WAIT = 7
+
+
+BY_TEXT = {
+    By.STACK: "the stack alone",
+    By.ACTIVATION: "its life: alive when backward starts, it was saved",
+    By.LOGITS: "its phase: in backward it is a temporary",
+    By.OPTIMIZER: "its life: alive after the step, it is a state",
+    By.BACKWARD: "its life: alive when the optimizer steps, it is a gradient",
+    By.GRADIENT: "its life: alive when the optimizer steps, it is a gradient, else a bucket",
+    By.GATHER: "its life: past the forward it is retained, past the backward persistent",
+    By.WAIT: "the fetch it completes, by order and size; then its life",
+}
+"""What `memtrace rules` says of each."""
+
+
+class Rank(IntEnum):
+    """Of the rules that match the frames of a stack the lowest rank decides; of equals the innermost frame.
+
+    Of the user's own rules the first in their order decides, wherever its frame is.
+    """
+
+    USER = -1
+    DECIDES = 0
+    FALLBACK = 1
+    MODULE = 2
+    LAST = 3
+
+
+def lines(text: str) -> tuple[tuple[int, int], ...]:
+    """(first, last) lines, from "312-316 338"."""
+    parts = (span.partition("-") for span in text.split())
+    return tuple((int(first), int(last or first)) for first, _, last in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One of several call sites of a function, in their order in the file, with a category of its own.
+
+    `lines`: where (first, last) that statement was in releases that were read; they help where a recording does not
+    show all sites. `optional`: some jobs do not reach it.
+    """
+
+    category: str
+    label: str = ""
+    lines: tuple[tuple[int, int], ...] = ()
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Blocks whose stack has a frame in `where` are of this `category`, if the other conditions hold.
+
+    `child`: the next frame inwards (decorators skipped) is in one of these. `inside`: a frame further out is.
+    `outermost`: no frame further out is in `where`. `direct`: no frame of the same package further in.
+    `sites`: the category follows from the order of the call sites of the function; lines at most `gap` apart are one.
+    `by`: what of the block decides as well. `since`, `until`: the releases that have it. `knob`: the setting that
+    changes the bytes. `label`: more exact than the category's own. `note`: why, for `memtrace rules`.
+    The user's own rules alone have `min_bytes`, `max_bytes` (of the requested size) and `phases` (at birth; any if none).
+    """
+
+    id: str
+    category: str
+    where: Function
+    note: str
+    by: By = By.STACK
+    rank: Rank = Rank.DECIDES
+    child: tuple[Function, ...] = ()
+    inside: tuple[Function, ...] = ()
+    outermost: bool = False
+    direct: bool = False
+    sites: tuple[Site, ...] = ()
+    gap: int = 0
+    label: str = ""
+    since: str = ""
+    until: str = ""
+    knob: str = ""
+    min_bytes: int = 0
+    max_bytes: int | None = None
+    phases: tuple[Phase, ...] = ()
+
+    @property
+    def looks_at_the_block(self) -> bool:
+        """Whether a block whose stack matches may still not be of this rule."""
+        return bool(self.min_bytes or self.phases) or self.max_bytes is not None

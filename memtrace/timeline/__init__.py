@@ -1,0 +1,6 @@
+"""Phases and steps of a trace, and where each was read from."""
+
+from memtrace.timeline.find import timeline_of
+from memtrace.timeline.timeline import PHASES, SOURCES, Phase, Timeline
+
+__all__ = ["PHASES", "SOURCES", "Phase", "Timeline", "timeline_of"]
