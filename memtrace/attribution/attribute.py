@@ -81,7 +81,7 @@ def attribute(
     users = tuple(rule for rule in rules if rule.rank == Rank.USER)
     all_rules, rules = tuple(rules), tuple(rules)[len(users) :]
     stacks = data.stacks
-    verdicts = match_stacks(stacks, rules, _largest(len(stacks), replay))
+    verdicts = match_stacks(stacks, rules, replay.lifetimes)
     categories = tuple(dict.fromkeys((*CATEGORIES, *(own_labels or {}), *(rule.category for rule in all_rules))))
     draft = Draft.empty(len(replay.lifetimes), rules, categories)
     context = lives.Context.of(data, replay, timeline, verdicts, rules)
@@ -104,18 +104,6 @@ def attribute(
         rules=all_rules,
         deepspeed=deepspeed_facts(stacks, verdicts, rules),
     )
-
-
-def _largest(stacks: int, replay: Replay) -> NDArray[np.int64]:
-    """Bytes of the largest block of each stack."""
-    blocks = replay.lifetimes
-    largest = np.zeros(stacks + 1, np.int64)
-    order = np.argsort(blocks.stack, kind="stable")
-    ids = blocks.stack[order]
-    if len(ids):
-        first = np.flatnonzero(np.diff(ids, prepend=np.int32(-2)))
-        largest[ids[first]] = np.maximum.reduceat(blocks.requested[order], first)
-    return largest[:stacks]
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,11 @@ class Draft:
         if label is not None:
             self.label[rows] = self.label_code(label)
 
+    def relabel(self, rows: Rows, label: str) -> None:
+        """The category stays; the label says more than the stack could."""
+        self.label[rows] = self.label_code(label)
+        self.confidence[rows] = np.maximum(self.confidence[rows], INFERRED)
+
     def apply(self, rows: Rows, rule: Rule, *, frame: int | None = None) -> None:
         """Another rule decides these blocks after all. Without `frame` the deciding frame stays."""
         if not len(rows):

@@ -19,6 +19,8 @@ RETAINED = "gathered, still held by autograd"
 KEPT = "kept from forward to backward"
 KEPT_TO_STEP = "kept until the step"
 _PERSISTENCE_BYTES = 400_000
+_LARGEST_GROUP, _MOST_LEFT = 256, 20_000
+"""How many parameters one buffer may hold, and how many blocks are looked at one by one."""
 _REUSE_BYTES = 1_000_000_000
 """What `stage3_max_reuse_distance` may keep by default: half of 1e9 elements of 2 bytes."""
 
@@ -35,35 +37,70 @@ def decide(draft: Draft, context: Context) -> None:
 
 
 def _join(draft: Draft, context: Context, fetched: Rows, waited: Rows) -> NDArray[np.bool_]:
-    """Gives blocks made in a `wait` the kind of the buffer freed after it. Returns which `fetched` are such buffers."""
+    """Gives blocks made in a `wait` the kind of the buffer that they were copied from: as a rule the one that is freed
+    next, and if its size does not fit one that is alive and does. Returns which `fetched` are such buffers."""
     is_flat = np.zeros(len(fetched), np.bool_)
     if not len(waited) or not len(fetched):
         return is_flat
     waited = waited[np.argsort(context.born[waited], kind="stable")]
     order = np.argsort(context.freed[fetched], kind="stable")
-    flats = fetched[order]
-    # A buffer is freed after the last block of its wait, and before the next wait begins.
+    source = _freed_next(context, fetched[order], waited)
+    place = np.full(len(waited), -1)
+    place[source >= 0] = order[source[source >= 0]]
+    _alive_and_fitting(context, fetched, waited, place)
+    rows, flats = waited[place >= 0], fetched[place[place >= 0]]
+    draft.category[rows] = draft.category[flats]
+    draft.label[rows] = draft.label[flats]
+    draft.confidence[rows] = INFERRED
+    is_flat[place[place >= 0]] = True
+    return is_flat
+
+
+def _fits(parts: NDArray[np.int64], count: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether a buffer holds `count` parameters of `parts` bytes in all. Each is padded, to a multiple of the ranks."""
+    return (parts <= size) & (size - parts <= count * 4096 + parts // 8)
+
+
+def _freed_next(context: Context, flats: Rows, waited: Rows) -> NDArray[np.int64]:
+    """For each block the row in `flats` (by death) of the buffer freed after it, if all blocks before that fit it."""
     place = np.searchsorted(context.freed[flats], context.born[waited], side="right")
-    known = place < len(flats)
-    group = np.where(known, place, len(flats))
+    group = np.minimum(place, len(flats))
     sums = np.zeros(len(flats) + 1, np.int64)
     np.add.at(sums, group, context.requested[waited])
-    sizes = np.append(context.requested[flats], 0)
     counts = np.bincount(group, minlength=len(flats) + 1)
-    born_before = np.append(context.born[flats], NEVER)
     first = np.full(len(flats) + 1, NEVER)
     np.minimum.at(first, group, context.born[waited])
-    # Padding makes the buffer larger than its parameters, by less than a cache line a parameter and rank.
-    fits = (sums <= sizes) & (sizes - sums <= counts * 4096 + sums // 8) & (born_before < first)
+    fits = _fits(sums, counts, np.append(context.requested[flats], 0))
+    fits &= np.append(context.born[flats], NEVER) < first
     fits[-1] = False
-    joined = fits[group]
-    rows = waited[joined]
-    source = flats[group[joined]]
-    draft.category[rows] = draft.category[source]
-    draft.label[rows] = draft.label[source]
-    draft.confidence[rows] = INFERRED
-    is_flat[order[np.flatnonzero(fits[:-1] & (counts[:-1] > 0))]] = True
-    return is_flat
+    return np.where(fits[group], group, -1)
+
+
+def _alive_and_fitting(context: Context, fetched: Rows, waited: Rows, place: NDArray[np.int64]) -> None:
+    """Of what is left: consecutive blocks that together fill a buffer which is alive, oldest buffer first. A buffer
+    outlives its `wait` while another module still has to wait for a parameter in it."""
+    left = np.flatnonzero(place < 0)
+    free = np.setdiff1d(np.arange(len(fetched)), place)
+    if not len(left) or not len(free) or len(left) > _MOST_LEFT:
+        return
+    free = free[np.argsort(context.born[fetched[free]], kind="stable")]
+    born, freed, size = (column[fetched[free]] for column in (context.born, context.freed, context.requested))
+    taken = np.zeros(len(free), np.bool_)
+    begin = 0
+    while begin < len(left):
+        row = waited[left[begin]]
+        alive = np.flatnonzero((born < context.born[row]) & (freed > context.born[row]) & ~taken)
+        found = 0
+        total = 0
+        for count in range(1, min(_LARGEST_GROUP, len(left) - begin) + 1):
+            total += int(context.requested[waited[left[begin + count - 1]]])
+            fitting = alive[_fits(np.full(len(alive), total), np.full(len(alive), count), size[alive])]
+            if count > 1 and len(fitting):
+                place[left[begin : begin + count]] = free[fitting[0]]
+                taken[fitting[0]] = True
+                found = count
+                break
+        begin += found or 1
 
 
 def _by_life(draft: Draft, context: Context, rows: Rows) -> None:
@@ -74,11 +111,11 @@ def _by_life(draft: Draft, context: Context, rows: Rows) -> None:
     persistent = in_training & (step != NEVER) & (context.freed[rows] >= step)
     small = context.requested[rows] <= _largest_persistent(draft, context)
     draft.decide(rows[persistent & small], "param.persistent")
-    draft.decide(rows[persistent & ~small], "param.gathered", label=KEPT_TO_STEP)
+    draft.relabel(rows[persistent & ~small], KEPT_TO_STEP)
     held = (phase == Phase.FORWARD) & ~persistent & (backward != NEVER) & (context.freed[rows] >= backward)
     retained = held & _gathered_again(context, rows, held, phase, timeline.step[run])
     draft.decide(rows[retained], "param.retained", label=RETAINED)
-    draft.decide(rows[held & ~retained], "param.gathered", label=KEPT)
+    draft.relabel(rows[held & ~retained], KEPT)
 
 
 def _largest_persistent(draft: Draft, context: Context) -> int:
@@ -99,15 +136,15 @@ def _gathered_again(
     """
     if not held.any():
         return held
-    sizes, kind = np.unique(context.requested[rows], return_inverse=True)
-    key = step.astype(np.int64) * len(sizes) + kind
+    kind, kinds = _alike(context.requested[rows])
+    key = step.astype(np.int64) * kinds + kind
     key[step < 0] = 0
     length = int(key.max()) + 1
     forward = np.bincount(key[(phase == Phase.FORWARD)], minlength=length)
     alive = np.bincount(key[held], minlength=length)
     again = np.bincount(key[(phase == Phase.BACKWARD)], minlength=length)
     surplus = again > forward - alive
-    steps = np.arange(length) // len(sizes)
+    steps = np.arange(length) // kinds
     by_step = np.zeros(int(steps.max()) + 1, np.bool_)
     np.logical_or.at(by_step, steps, surplus & (alive > 0))
     cut = int(step.max())
@@ -115,3 +152,11 @@ def _gathered_again(
         of_last = held & (step == cut)
         by_step[cut] = by_step[:cut].any() or int(context.requested[rows[of_last]].sum()) > _REUSE_BYTES
     return np.asarray(by_step[np.maximum(step, 0)])
+
+
+def _alike(requested: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    """Sizes that differ by padding only, as one kind each, and how many kinds there are: a parameter is padded to the
+    ranks when it is gathered alone, and not when it is copied out of a buffer."""
+    sizes, which = np.unique(requested, return_inverse=True)
+    kinds = np.cumsum(np.diff(sizes, prepend=sizes[:1]) > np.minimum(4096, sizes // 64))
+    return kinds[which], int(kinds[-1]) + 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from memtrace.allocator import Lifetimes
 from memtrace.attribution.rule import By, Rank, Rule, Site
 from memtrace.attribution.rules.cpp import CPP
 from memtrace.model import StackTable
@@ -145,9 +146,8 @@ class _Matcher:
         )
 
 
-def match_stacks(stacks: StackTable, rules: Sequence[Rule], largest: NDArray[np.int64]) -> StackVerdicts:
-    """The rule that decides each stack, and where. `largest`: bytes of the largest block of each stack (0: it has none,
-    and only frees or segments do)."""
+def match_stacks(stacks: StackTable, rules: Sequence[Rule], blocks: Lifetimes) -> StackVerdicts:
+    """The rule that decides each stack, and where. Of a function's call sites those count that made some of `blocks`."""
     matcher = _Matcher(stacks, rules)
     count = len(stacks)
     rule, frame = np.full(count, NO_RULE, np.int16), np.full(count, -1, np.int32)
@@ -156,7 +156,7 @@ def match_stacks(stacks: StackTable, rules: Sequence[Rule], largest: NDArray[np.
         found = matcher.match(ids)
         if found is not None:
             rule[stack], frame[stack], line[stack] = found.rule, found.frame, found.line
-    site, sure, lines = _sites(rules, rule, line, largest)
+    site, sure, lines = _sites(rules, rule, line, blocks)
     _evidence_of_module_calls(matcher, rules, rule, frame)
     return StackVerdicts(
         rule=rule,
@@ -215,12 +215,13 @@ def _linear(matcher: _Matcher) -> NDArray[np.bool_]:
 
 
 def _sites(
-    rules: Sequence[Rule], rule: NDArray[np.int16], line: NDArray[np.int64], largest: NDArray[np.int64]
+    rules: Sequence[Rule], rule: NDArray[np.int16], line: NDArray[np.int64], blocks: Lifetimes
 ) -> tuple[NDArray[np.int8], NDArray[np.bool_], dict[int, dict[int, int]]]:
     """The call site of each stack whose rule has several; whether it is beyond doubt; and all lines seen."""
     site = np.full(len(rule), -1, np.int8)
     sure = np.ones(len(rule), np.bool_)
     seen: dict[int, dict[int, int]] = {}
+    largest = _largest(blocks, np.array([bool(one.sites) for one in rules] + [False])[rule])
     for index in np.unique(rule[rule != NO_RULE]).tolist():
         if not rules[index].sites:
             continue
@@ -260,6 +261,14 @@ def sites_of_lines(lines: list[int], sites: Sequence[Site], gap: int) -> tuple[d
             chosen.remove(number)
     chosen += [chosen[-1]] * (len(groups) - len(chosen))
     return _placed(groups, chosen), False
+
+
+def _largest(blocks: Lifetimes, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Bytes of the largest block of each wanted stack; 0 of the others."""
+    largest = np.zeros(len(wanted), np.int64)
+    rows = np.flatnonzero(np.append(wanted, False)[blocks.stack])
+    np.maximum.at(largest, blocks.stack[rows], blocks.requested[rows])
+    return largest
 
 
 def _placed(groups: Sequence[Sequence[int]], numbers: Sequence[int]) -> dict[int, int]:

@@ -77,7 +77,7 @@ class Rule:
     `sites`: the category follows from the order of the call sites of the function; lines at most `gap` apart are one.
     `by`: what of the block decides as well. `since`, `until`: the releases that have it. `knob`: the setting that
     changes the bytes. `label`: more exact than the category's own. `note`: why, for `memtrace rules`.
-    The user's own rules alone have `min_bytes`, `max_bytes` (of the requested size) and `phases` (at birth; any if none).
+    The user's own rules alone have `min_bytes`, `max_bytes` (of the requested size), `phases` (at birth; none: any).
     """
 
     id: str

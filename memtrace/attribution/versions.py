@@ -102,6 +102,8 @@ def deepspeed_facts(stacks: StackTable, verdicts: StackVerdicts, rules: Sequence
 def _stage(at: dict[Function, set[int]], verdicts: StackVerdicts, rules: Sequence[Rule]) -> tuple[int | None, str]:
     if at[_STAGE3]:
         return 3, "frames of zero/stage3.py"
+    if at[_FETCH]:
+        return 3, "parameters are fetched"
     if at[_STAGE12]:
         if at[_STAGE1_ONLY]:
             return 1, "reduce_gradients of zero/stage_1_and_2.py: gradients are reduced when all are there"

@@ -8,6 +8,7 @@ the forward it stands before or after.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,27 +23,61 @@ from memtrace.timeline.timeline import NEVER, NO_STEP, SOURCES, Phase, Timeline
 _RECORDED, _ANNOTATIONS, _STACKS, _RHYTHM = range(len(SOURCES))
 
 
+@dataclass(slots=True)
+class _Runs:
+    """The trace cut into runs. `kind` is a phase, UNMARKED or FRAMELESS; `source` as in `Timeline`; `teller` the event
+    whose stack told."""
+
+    start: NDArray[np.int64]
+    kind: NDArray[np.uint8]
+    source: NDArray[np.uint8]
+    teller: NDArray[np.int64]
+
+    def joined(self, steps: NDArray[np.int32] | None = None) -> tuple[_Runs, NDArray[np.bool_]]:
+        """Neighbours of one kind (and step) as one run, told by the first of its strongest; and which runs begin one."""
+        begins = np.ones(len(self.kind), np.bool_)
+        begins[1:] = self.kind[1:] != self.kind[:-1]
+        if steps is not None:
+            begins[1:] |= steps[1:] != steps[:-1]
+        first = np.flatnonzero(begins)
+        if not len(first):
+            return self, begins
+        strongest = np.minimum.reduceat(self.source, first)
+        group = np.cumsum(begins) - 1
+        telling = np.flatnonzero(self.source == strongest[group])
+        told = telling[np.searchsorted(group[telling], np.arange(len(first)))]
+        return _Runs(self.start[first], self.kind[first], strongest, self.teller[told]), begins
+
+
 def timeline_of(
     data: SnapshotData, device: int, lifetimes: Lifetimes, recorded: Sequence[RecordedPhase] = ()
 ) -> Timeline:
     """Phases and steps of a device's trace. `recorded` are the recorder's own, on the trace's clock."""
     trace = data.trace(device)
-    events = len(trace)
     marks = mark_stacks(data.stacks)
     codes = _event_codes(trace, marks, lifetimes)
     said = recorded_marks(data, trace, codes, recorded)
+    runs = _runs_of(codes, trace)
+    if len(runs.kind):
+        runs = _split_where_stacks_recur(runs, codes, trace)
+        runs = _between_marks(_frameless(runs))
+        if not trace.device_free:
+            runs = _evaluation_only(runs, codes)
+        runs.start[0] = 0
+    return _timeline(runs, trace, marks, said)
+
+
+def _runs_of(codes: NDArray[np.uint8], trace: Trace) -> _Runs:
+    """Runs of events that say the same; one of OTHER where none says anything."""
     telling = np.flatnonzero(codes != UNRECORDED)
     if not len(telling):
-        return _timeline(np.zeros(min(events, 1), np.int64), [Phase.OTHER][:events], [_RHYTHM][:events], trace, marks)
+        start = np.zeros(min(len(trace), 1), np.int64)
+        return _Runs(start, np.full(len(start), Phase.OTHER, np.uint8), np.full(len(start), _RHYTHM, np.uint8), start)
     kind = codes[telling]
     first = np.flatnonzero(np.diff(kind, prepend=np.uint8(255)))
     start = telling[first].astype(np.int64)
-    start, code = _split_where_stacks_recur(start, kind[first], codes, trace)
-    phase, source = _phases(code.tolist())
-    if trace.device_free == {}:
-        phase, source = _evaluation_only(phase, source, code.tolist())
-    start[0] = 0
-    return _timeline(start, phase, source, trace, marks, said)
+    source = np.where(kind[first] < UNMARKED, _STACKS, _RHYTHM).astype(np.uint8)
+    return _Runs(start, kind[first], source, start.copy())
 
 
 def _event_codes(trace: Trace, marks: StackMarks, lifetimes: Lifetimes) -> NDArray[np.uint8]:
@@ -65,65 +100,66 @@ def _frees_have_own_stacks(trace: Trace, lifetimes: Lifetimes) -> bool:
     return bool(((stacks != lifetimes.stack[rows]) & (stacks != NOT_RECORDED)).any())
 
 
-def _split_where_stacks_recur(
-    start: NDArray[np.int64], code: NDArray[np.uint8], codes: NDArray[np.uint8], trace: Trace
-) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+def _split_where_stacks_recur(runs: _Runs, codes: NDArray[np.uint8], trace: Trace) -> _Runs:
     """Cuts the first unmarked run where its stacks begin to come again later: setting up ends there, steps begin.
 
     The part before counts as INIT if the trace has a backward at all, so only a job that trains is cut.
     """
-    unmarked = np.flatnonzero(code == UNMARKED)
-    if not len(unmarked) or not ((code == FRAMELESS) | (code == Phase.BACKWARD)).any():
-        return start, code
+    start, kind = runs.start, runs.kind
+    unmarked = np.flatnonzero(kind == UNMARKED)
+    if not len(unmarked) or not ((kind == FRAMELESS) | (kind == Phase.BACKWARD)).any():
+        return runs
     run = int(unmarked[0])
-    if (code[:run] != Phase.INIT).any() or run + 1 >= len(code) or code[run + 1] == Phase.INIT:
-        return start, code
+    if (kind[:run] != Phase.INIT).any() or run + 1 >= len(kind) or kind[run + 1] == Phase.INIT:
+        return runs
     end = int(start[run + 1])
     inside = np.arange(start[run], end)[codes[start[run] : end] == UNMARKED]
     later = np.unique(trace.stack[end:][codes[end:] == UNMARKED])
     again = np.flatnonzero(np.isin(trace.stack[inside], later))
-    if not len(again):
-        if code[run + 1] == Phase.FORWARD:
-            return start, code
-        cut = end
-    else:
-        cut = int(inside[again[0]])
+    if not len(again) and kind[run + 1] == Phase.FORWARD:
+        return runs
+    cut = int(inside[again[0]]) if len(again) else end
     if cut == start[run]:
-        return start, code
-    code = code.copy()
-    code[run] = Phase.INIT
+        return runs
+    before = kind.copy()
+    before[run] = Phase.INIT
     if cut == end:
-        return start, code
-    return np.insert(start, run + 1, cut), np.insert(code, run + 1, UNMARKED)
+        return replace(runs, kind=before)
+    return _Runs(
+        np.insert(start, run + 1, cut),
+        np.insert(before, run + 1, UNMARKED),
+        np.insert(runs.source, run + 1, _RHYTHM),
+        np.insert(runs.teller, run + 1, cut),
+    )
 
 
-def _phases(code: list[int]) -> tuple[list[int], list[int]]:
-    """The phase of each run, and where it is from. First the frameless runs, then the unmarked ones between."""
-    phase = list(code)
-    source = [_STACKS] * len(code)
-    before = UNMARKED
-    if not {Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.EVAL} & set(code):
-        # No model is called and nothing is learnt: threads without Python mean nothing here.
-        return [kind if kind < UNMARKED else Phase.OTHER for kind in code], source
-    for run, kind in enumerate(code):
-        if kind == FRAMELESS:
-            after_forward = before in (Phase.FORWARD, Phase.BACKWARD) or (before == UNMARKED and run > 0)
-            phase[run] = Phase.BACKWARD if after_forward else (before if before != UNMARKED else Phase.OTHER)
-            source[run] = _RHYTHM
-        before = phase[run]
-    following = [UNMARKED] * len(code)
+def _frameless(runs: _Runs) -> _Runs:
+    """Threads without Python: after a forward (or what looks like one) they are autograd's."""
+    kind = runs.kind
+    if not np.isin(kind, [Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.EVAL]).any():
+        # No model is called and nothing is learnt: such threads mean nothing here.
+        return replace(runs, kind=np.where(kind >= UNMARKED, np.uint8(Phase.OTHER), kind))
+    before = np.concatenate([[np.uint8(Phase.OTHER)], kind[:-1]])
+    backward = np.isin(before, [Phase.FORWARD, Phase.BACKWARD, UNMARKED])
+    found = np.where(kind == FRAMELESS, np.where(backward, np.uint8(Phase.BACKWARD), before), kind)
+    return replace(runs, kind=found).joined()[0]
+
+
+def _between_marks(runs: _Runs) -> _Runs:
+    """Gives the unmarked runs the phase that those around them tell."""
+    kind = runs.kind.tolist()
+    following = [UNMARKED] * len(kind)
     ahead = UNMARKED
-    for run in range(len(code) - 1, -1, -1):
+    for run in range(len(kind) - 1, -1, -1):
         following[run] = ahead
-        if phase[run] != UNMARKED:
-            ahead = phase[run]
+        if kind[run] != UNMARKED:
+            ahead = kind[run]
     before = UNMARKED
-    for run in range(len(code)):
-        if phase[run] == UNMARKED:
-            phase[run] = _between(before, following[run])
-            source[run] = _RHYTHM
-        before = phase[run]
-    return phase, source
+    for run, after in enumerate(following):
+        if kind[run] == UNMARKED:
+            kind[run] = _between(before, after)
+        before = kind[run]
+    return replace(runs, kind=np.asarray(kind, np.uint8))
 
 
 def _between(before: int, after: int) -> int:
@@ -141,18 +177,20 @@ def _between(before: int, after: int) -> int:
     return before
 
 
-def _evaluation_only(phase: list[int], source: list[int], code: list[int]) -> tuple[list[int], list[int]]:
+def _evaluation_only(runs: _Runs, codes: NDArray[np.uint8]) -> _Runs:
     """A model that is called again and again and never learns is being evaluated."""
-    if Phase.BACKWARD in phase or Phase.STEP in phase:
-        return phase, source
-    calls = sum(
-        1 for run in range(1, len(code)) if code[run] == Phase.FORWARD and code[run - 1] == UNMARKED
-    )  # fmt: skip
+    kind = runs.kind
+    if np.isin(kind, [Phase.BACKWARD, Phase.STEP]).any() or not (kind == Phase.FORWARD).any():
+        return runs
+    told = codes[runs.start]
+    calls = int(((told[1:] == Phase.FORWARD) & (told[:-1] == UNMARKED)).sum())
     if calls < 2:
-        return phase, source
-    return (
-        [Phase.EVAL if found == Phase.FORWARD else found for found in phase],
-        [_RHYTHM if found == Phase.FORWARD else where for found, where in zip(phase, source, strict=True)],
+        return runs
+    forward = kind == Phase.FORWARD
+    return replace(
+        runs,
+        kind=np.where(forward, np.uint8(Phase.EVAL), kind),
+        source=np.where(forward, np.uint8(_RHYTHM), runs.source),
     )
 
 
@@ -169,44 +207,29 @@ def _steps(phase: list[int]) -> list[int]:
     return steps
 
 
-def _timeline(
-    start: NDArray[np.int64],
-    phase: Sequence[int],
-    source: Sequence[int],
-    trace: Trace,
-    marks: StackMarks,
-    said: Recorded | None = None,
-) -> Timeline:
+def _timeline(runs: _Runs, trace: Trace, marks: StackMarks, said: Recorded | None) -> Timeline:
     """Joins neighbours of the same phase and step, and notes what comes next."""
-    phases = np.asarray(phase, np.uint8)
-    sources = np.asarray(source, np.uint8)
-    steps = np.asarray(_steps(list(phase)), np.int32)
+    if said is not None and len(runs.start):
+        recorded = said.source[runs.start]
+        runs = replace(runs, source=np.where(recorded < len(SOURCES), recorded, runs.source).astype(np.uint8))
+    runs = runs.joined()[0]
+    steps = np.asarray(_steps(runs.kind.tolist()), np.int32)
     if said is not None and said.any_step:
-        known = said.step[start]
-        place = np.maximum.accumulate(np.where(known != NO_STEP, np.arange(len(start)), -1))
+        known = said.step[runs.start]
+        place = np.maximum.accumulate(np.where(known != NO_STEP, np.arange(len(known)), -1))
         inside = (steps != NO_STEP) & (place >= 0)
         steps[inside] = known[place[inside]]
-    if said is not None:
-        sources = np.where(said.source[start] < len(SOURCES), said.source[start], sources).astype(np.uint8)
-    keep = np.ones(len(start), np.bool_)
-    keep[1:] = (phases[1:] != phases[:-1]) | (steps[1:] != steps[:-1])
-    first = np.flatnonzero(keep)
-    strongest = np.minimum.reduceat(sources, first) if len(first) else sources
-    group = np.cumsum(keep) - 1
-    telling = np.flatnonzero(sources == strongest[group]) if len(first) else first
-    teller = start[telling[np.searchsorted(group[telling], np.arange(len(first)))]]  # the first run that told
-    frames = np.append(marks.frame, np.int32(-1))[trace.stack[teller]]
-    frames = np.where(strongest == _RHYTHM, np.int32(-1), frames).astype(np.int32)
-    start, phases, steps = start[keep], phases[keep], steps[keep]
+    runs, begins = runs.joined(steps)
+    frames = np.append(marks.frame, np.int32(-1))[trace.stack[runs.teller]]
     return Timeline(
-        start=start,
-        phase=phases,
-        step=steps,
-        source=strongest,
-        frame=frames,
-        backward_from=_next_start(start, phases == Phase.BACKWARD),
-        step_from=_next_start(start, phases == Phase.STEP),
-        over=_stretch_end(start, phases, len(trace)),
+        start=runs.start,
+        phase=runs.kind,
+        step=steps[begins],
+        source=runs.source,
+        frame=np.where(runs.source == _RHYTHM, np.int32(-1), frames).astype(np.int32),
+        backward_from=_next_start(runs.start, runs.kind == Phase.BACKWARD),
+        step_from=_next_start(runs.start, runs.kind == Phase.STEP),
+        over=_stretch_end(runs.start, runs.kind, len(trace)),
         events=len(trace),
     )
 

@@ -103,6 +103,7 @@ RULES: tuple[Rule, ...] = (
         id="deepspeed.zero3.gathered-parameters",
         category="param.gathered",
         where=Function(_PARTITION, ("__enter__",)),
+        rank=Rank.FALLBACK,
         label="gathered by GatheredParameters",
         note="A script (or a library for it) gathers parameters for the length of a `with` block.",
     ),
@@ -401,6 +402,14 @@ RULES: tuple[Rule, ...] = (
         label="zero gradients at initialisation",
         until="0.15.0",
         note="Zeros for a first step of the optimizer at initialisation.",
+    ),
+    Rule(
+        id="deepspeed.optimizer",
+        category="optim.temp",
+        where=Function("deepspeed/ops/*/*.py", ("step",)),
+        rank=Rank.FALLBACK,
+        by=By.OPTIMIZER,
+        note="DeepSpeed's own optimizers: what outlives the step is a state.",
     ),
     Rule(
         id="deepspeed.module",

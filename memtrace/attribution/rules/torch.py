@@ -42,9 +42,9 @@ RULES: tuple[Rule, ...] = (
         category="param.full",
         where=Function(_MODULE, ("_apply",)),
         sites=(
-            Site("param.full", "", ((965, 965),)),
-            Site("grad.full", "", ((986, 986),), optional=True),
-            Site("buffer", "", ((1035, 1035),), optional=True),
+            Site("param.full", "", ((964, 965),)),
+            Site("grad.full", "", ((1008, 1009),), optional=True),
+            Site("buffer", "", ((1034, 1035),), optional=True),
         ),
         gap=6,
         note="Module.to, .cuda, .half and their like: first parameters, then their gradients, last buffers.",
