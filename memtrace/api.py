@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,8 @@ from memtrace.analysis.blame import BYS, Blame, blame_at
 from memtrace.analysis.frames import ShownStacks, shown_stacks
 from memtrace.attribution import Attribution, attribute
 from memtrace.attribution.rules import ALL
-from memtrace.attribution.user_rules import RulesLike, as_rules
 from memtrace.errors import MissingExtraError, QuestionError
-from memtrace.model import Notice, SnapshotData
+from memtrace.model import Notice, SnapshotData, TorchRange
 from memtrace.timeline import Timeline, timeline_of
 from memtrace.units import format_bytes, plural
 
@@ -40,8 +39,10 @@ if TYPE_CHECKING:
     from memtrace.analysis.tree import CallTree
     from memtrace.analysis.verify import Verdict
     from memtrace.analysis.why import Why
+    from memtrace.attribution.user_rules import RulesLike, UserRules
     from memtrace.io.read import Progress
     from memtrace.io.recording import RankFile
+    from memtrace.io.sidecar import Sidecar
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ def load(
     >>> load("fixtures/mlp-adamw.pickle.xz").peak()
     Peak(545.23 MiB allocated after event 192)
     """
-    path, own = os.fsdecode(path), as_rules(rules)
+    path = os.fsdecode(path)
+    own = None if rules is None else _own_rules(rules)
     source: RankFile | None = None
     if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises for a name that is too long
         from memtrace.io import recording
@@ -88,12 +90,25 @@ def load(
         raise QuestionError("--rank chooses in a recording, and this is one file", hint="Leave --rank out.")
     stored = Stored.of(path, max_bytes) if cache else None
     data = None if stored is None else stored.data()
+    beside = _sidecar(path)
     if data is not None:
-        return Snapshot(data, recording=source, stored=stored, rules=own)
+        return Snapshot(data, recording=source, stored=stored, rules=own, sidecar=beside)
     data = _read(path, max_bytes, progress)
     if stored is not None and not stored.file_unchanged:
         stored = None
-    return Snapshot(data, recording=source, stored=stored, is_new=True, rules=own)
+    return Snapshot(data, recording=source, stored=stored, is_new=True, rules=own, sidecar=beside)
+
+
+def _sidecar(path: str) -> Sidecar | None:
+    from memtrace.io.sidecar import read_sidecar
+
+    return None if path == "-" else read_sidecar(Path(path))
+
+
+def _own_rules(given: RulesLike) -> UserRules:
+    from memtrace.attribution.user_rules import as_rules
+
+    return as_rules(given)
 
 
 def _read(path: str, max_bytes: int | None, progress: Progress | None) -> SnapshotData:
@@ -116,11 +131,13 @@ class Snapshot:
         recording: RankFile | None = None,
         stored: Stored | None = None,
         is_new: bool = False,
-        rules: RulesLike | None = None,
+        rules: UserRules | None = None,
+        sidecar: Sidecar | None = None,
     ) -> None:
-        self.data = data
+        self.data = data if sidecar is None or sidecar.torch is None else _of_release(data, sidecar.torch)
+        self.sidecar = sidecar
         self.recording = recording
-        self.rules = as_rules(rules)
+        self.rules = rules
         self._stored = stored
         self.was_read = is_new
         self._has_news = is_new
@@ -160,7 +177,8 @@ class Snapshot:
 
     def notices(self, device: int | None = None) -> tuple[Notice, ...]:
         """What to know before trusting an answer: of the file, and of one device."""
-        return (*self.replay(device).notices, *self.data.notices)
+        beside = () if self.sidecar is None else self.sidecar.notices
+        return (*self.replay(device).notices, *self.data.notices, *beside)
 
     def replay(self, device: int | None = None) -> Replay:
         """Block lifetimes and counters of one device (default: the one with the highest peak)."""
@@ -205,15 +223,19 @@ class Snapshot:
         """Phases and steps of one device's trace, and where each was read from."""
         chosen = self._device(device)
         if chosen not in self._timelines:
-            self._timelines[chosen] = timeline_of(self.data, chosen, self.replay(chosen).lifetimes)
+            phases = () if self.sidecar is None else self.sidecar.phases
+            self._timelines[chosen] = timeline_of(self.data, chosen, self.replay(chosen).lifetimes, phases)
         return self._timelines[chosen]
 
     def attribution(self, device: int | None = None) -> Attribution:
         """What each block of one device is for, in the order of `replay().lifetimes`, and why we think so."""
         chosen = self._device(device)
         if chosen not in self._attributions:
-            rules, labels = (*self.rules.rules, *ALL), self.rules.labels
-            self._attributions[chosen] = attribute(self.data, self.replay(chosen), self.timeline(chosen), rules, labels)
+            own = self.rules
+            rules, labels = (ALL, None) if own is None else ((*own.rules, *ALL), own.labels)
+            self._attributions[chosen] = attribute(
+                self.data, self.replay(chosen), self.timeline(chosen), rules, labels, self.sidecar
+            )
         return self._attributions[chosen]
 
     def blame(
@@ -328,6 +350,12 @@ class Snapshot:
         if chosen not in self.devices:
             raise QuestionError.unknown("device", str(chosen), self.devices)
         return chosen
+
+
+def _of_release(data: SnapshotData, release: str) -> SnapshotData:
+    """The same, recorded by a release of torch that is known exactly."""
+    short = ".".join(release.split(".")[:3])
+    return replace(data, torch=TorchRange(short, short))
 
 
 def _counter(of: str) -> str:

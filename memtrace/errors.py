@@ -13,6 +13,7 @@
     │   └── NotASnapshotError     not-a-snapshot
     ├── NoRecordingError (exit 4) no-recording
     ├── QuestionError (exit 2): the snapshot is fine, the question does not fit it
+    ├── RulesError (exit 2)       bad-rules
     └── MissingExtraError (exit 5) missing-extra
 
 Only `memtrace.cli.diagnostics` prints them. Texts may quote the file: they are escaped there.
@@ -129,6 +130,13 @@ class QuestionError(MemtraceError):
         nearest = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
         meant = f" Did you mean {nearest[0]}?" if nearest else ""
         return cls(f"no {what} {given!r} in {where}", hint=f"There is: {listed}.{meant}")
+
+
+class RulesError(MemtraceError):
+    """A file of the user's own rules says something that is no rule. The message begins with file and line."""
+
+    code = "bad-rules"
+    exit_code = 2
 
 
 class MissingExtraError(MemtraceError):

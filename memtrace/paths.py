@@ -27,13 +27,37 @@ def recording_roots(start: Path | None = None) -> Iterator[Path]:
     if named:
         yield Path(named).expanduser()
         return
-    try:
-        nearest = _nearest((start or Path.cwd()).resolve())
-    except OSError:  # the current directory is gone
-        nearest = None
-    if nearest is not None:
-        yield nearest
+    for folder in upward(start):
+        nearest = folder / RECORDINGS_NAME
+        if is_ours(nearest) and nearest.is_dir():
+            yield nearest
+            break
     yield from _recent()
+
+
+def upward(start: Path | None = None) -> Iterator[Path]:
+    """`start` (default: the current directory) and the directories above it, nearest first.
+
+    The walk ends at another owner's directory, at a file-system boundary and at the home directory.
+    """
+    try:
+        here = (start or Path.cwd()).resolve()
+        device = here.stat().st_dev
+    except OSError:  # the directory is gone
+        return
+    try:
+        home: Path | None = Path.home().resolve()
+    except (OSError, RuntimeError):  # a user without a home
+        home = None
+    for folder in (here, *here.parents):
+        try:
+            if folder.stat().st_dev != device:
+                return
+        except OSError:
+            return
+        yield folder
+        if folder == home or not is_ours(folder):
+            return
 
 
 def recent_index() -> Path:
@@ -105,27 +129,6 @@ def _user_cache() -> Path:
     import platformdirs
 
     return platformdirs.user_cache_path("memtrace", appauthor=False)
-
-
-def _nearest(here: Path) -> Path | None:
-    """The walk ends at another owner's directory, at a file-system boundary and at the home directory."""
-    home = Path.home().resolve()
-    try:
-        device = here.stat().st_dev
-    except OSError:
-        return None
-    for folder in (here, *here.parents):
-        try:
-            if folder.stat().st_dev != device:
-                return None
-        except OSError:
-            return None
-        candidate = folder / RECORDINGS_NAME
-        if candidate.is_dir() and is_ours(candidate):
-            return candidate
-        if folder == home or not is_ours(folder):
-            return None
-    return None
 
 
 def _recent() -> Iterator[Path]:

@@ -41,7 +41,7 @@ def chain(text: str) -> str:
 
 @dataclass
 class Job:
-    """A job being recorded. `alloc` returns a handle; each allocation has a segment of its own (large sizes) or shares."""
+    """A job being recorded. `alloc` returns a handle for the others."""
 
     builder: SnapshotBuilder = field(default_factory=SnapshotBuilder)
     addresses: list[int] = field(default_factory=list)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrace.allocator import Replay
-from memtrace.attribution import derived, gathers, lives, user_match
+from memtrace.attribution import derived, gathers, lives, recorded, user_match
 from memtrace.attribution.categories import CATEGORIES, CONFIDENCE, LABELS
 from memtrace.attribution.draft import CERTAIN, INFERRED, UNDECIDED, Draft
 from memtrace.attribution.matcher import NO_RULE, StackVerdicts, logits_callers, match_stacks
@@ -20,6 +20,7 @@ from memtrace.attribution.rule import By, Rank, Rule
 from memtrace.attribution.rules import ALL
 from memtrace.attribution.rules.torch import OWN_LOGITS
 from memtrace.attribution.versions import DeepSpeedFacts, deepspeed_facts
+from memtrace.io.sidecar import Sidecar
 from memtrace.model import SnapshotData
 from memtrace.model.frozen import FrozenColumns
 from memtrace.model.stacks import NOT_RECORDED
@@ -76,8 +77,10 @@ def attribute(
     timeline: Timeline,
     rules: Sequence[Rule] = ALL,
     own_labels: Mapping[str, str] | None = None,
+    sidecar: Sidecar | None = None,
 ) -> Attribution:
-    """The category of every block of a device. `rules`: the user's own (`own_labels`: their categories), then ours."""
+    """The category of every block of a device. `rules`: the user's own (`own_labels`: their categories), then ours.
+    What the recorder wrote in a `sidecar` beats them."""
     users = tuple(rule for rule in rules if rule.rank == Rank.USER)
     all_rules, rules = tuple(rules), tuple(rules)[len(users) :]
     stacks = data.stacks
@@ -89,6 +92,8 @@ def attribute(
     lives.decide(draft, context, logits_callers(stacks, verdicts, rules), rules.index(OWN_LOGITS))
     gathers.decide(draft, context)
     derived.decide(draft, context, data)
+    if sidecar is not None:
+        recorded.decide(draft, context, sidecar)
     user_match.decide(draft, context, stacks, users)
     labels = {**LABELS, **(own_labels or {})}
     return Attribution(
@@ -102,7 +107,7 @@ def attribute(
         category_labels=tuple(labels.get(name, name) for name in categories),
         labels=tuple(draft.labels),
         rules=all_rules,
-        deepspeed=deepspeed_facts(stacks, verdicts, rules),
+        deepspeed=deepspeed_facts(stacks, verdicts, rules, sidecar),
     )
 
 

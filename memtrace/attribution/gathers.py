@@ -159,4 +159,4 @@ def _alike(requested: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
     ranks when it is gathered alone, and not when it is copied out of a buffer."""
     sizes, which = np.unique(requested, return_inverse=True)
     kinds = np.cumsum(np.diff(sizes, prepend=sizes[:1]) > np.minimum(4096, sizes // 64))
-    return kinds[which], int(kinds[-1]) + 1
+    return kinds[which].astype(np.int64), int(kinds[-1]) + 1

@@ -99,23 +99,16 @@ class _Matcher:
     def match(self, frames: list[int]) -> _Match | None:
         """The rule that decides a stack (frame ids, innermost first)."""
         best: _Match | None = None
-        best_key = (Rank.LAST + 1, 0)
+        best_rank = Rank.LAST + 1
         for place, frame in enumerate(frames):
             for index in self.candidates[frame]:
                 rule = self.rules[index]
-                key = (int(rule.rank), index if rule.rank == Rank.USER else 0)
-                if key >= best_key or not self._holds(rule, frames, place):
-                    continue
-                best, best_key = _Match(index, frame, int(self.stacks.line[frame])), key
-                if rule.rank != Rank.USER:
+                if rule.rank < best_rank and self._holds(rule, frames, place):
+                    best, best_rank = _Match(index, frame, int(self.stacks.line[frame])), int(rule.rank)
                     break
-            if best_key[0] == Rank.DECIDES and not self._user_rules:
+            if best_rank == Rank.DECIDES:
                 break
         return best
-
-    @property
-    def _user_rules(self) -> bool:
-        return bool(self.rules) and self.rules[0].rank == Rank.USER
 
     def _holds(self, rule: Rule, frames: list[int], place: int) -> bool:
         if rule.child and not self._child_is(rule.child, frames, place):
@@ -147,7 +140,7 @@ class _Matcher:
 
 
 def match_stacks(stacks: StackTable, rules: Sequence[Rule], blocks: Lifetimes) -> StackVerdicts:
-    """The rule that decides each stack, and where. Of a function's call sites those count that made some of `blocks`."""
+    """The rule that decides each stack, and where. Call sites of a function are those that made some of `blocks`."""
     matcher = _Matcher(stacks, rules)
     count = len(stacks)
     rule, frame = np.full(count, NO_RULE, np.int16), np.full(count, -1, np.int32)

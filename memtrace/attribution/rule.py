@@ -38,7 +38,7 @@ BY_TEXT = {
 class Rank(IntEnum):
     """Of the rules that match the frames of a stack the lowest rank decides; of equals the innermost frame.
 
-    Of the user's own rules the first in their order decides, wherever its frame is.
+    The user's own rules are matched apart (`user_match`): the first in their order decides, wherever its frame is.
     """
 
     USER = -1

@@ -11,6 +11,7 @@ import numpy as np
 from memtrace.attribution.matcher import NO_RULE, StackVerdicts
 from memtrace.attribution.rule import Rule, lines
 from memtrace.attribution.rules.deepspeed import FETCH_LINES
+from memtrace.io.sidecar import Sidecar
 from memtrace.model import StackTable
 from memtrace.timeline.callsites import Function, FunctionIndex
 
@@ -77,8 +78,10 @@ class DeepSpeedFacts:
         return self.at_least if self.at_least == self.at_most else f"{self.at_least}-{self.at_most}"
 
 
-def deepspeed_facts(stacks: StackTable, verdicts: StackVerdicts, rules: Sequence[Rule]) -> DeepSpeedFacts | None:
-    """What the frames tell; None where no frame is DeepSpeed's."""
+def deepspeed_facts(
+    stacks: StackTable, verdicts: StackVerdicts, rules: Sequence[Rule], sidecar: Sidecar | None = None
+) -> DeepSpeedFacts | None:
+    """What the sidecar says, else the frames; None where neither shows DeepSpeed."""
     functions = [
         _ENGINE,
         _STAGE3,
@@ -96,6 +99,10 @@ def deepspeed_facts(stacks: StackTable, verdicts: StackVerdicts, rules: Sequence
         return None
     stage, why = _stage(at, verdicts, rules)
     low, high, told = _release(at, verdicts, rules)
+    if sidecar is not None and sidecar.stage is not None:
+        stage, why = sidecar.stage, "the recorder"
+    if sidecar is not None and sidecar.deepspeed is not None:
+        low, high, told = sidecar.deepspeed, sidecar.deepspeed, "the recorder"
     return DeepSpeedFacts(stage, why, low, high, told)
 
 

@@ -15,7 +15,9 @@ from memtrace._version import __version__
 COMMANDS = {
     "blame": "Who owns the bytes at the peak, or at any moment.",
     "info": "One page about a snapshot.",
+    "rules": "The rules that say what memory is for, and yours.",
     "verify": "Check a snapshot against itself, or against torch's counters.",
+    "zero": "ZeRO's theory against a recording, or for a job to come.",
 }
 """Command -> the line in `memtrace --help`. Each is `memtrace.cli.<command>:command`."""
 

@@ -45,6 +45,7 @@ Examples:
 @click.option("--why", is_flag=True, help="Name the rules that decided, the frames they matched, and what they say.")
 @click.option("--full-stack", is_flag=True, help="Show every Python frame of a stack, not only your own.")
 @click.option("--cpp", is_flag=True, help="Keep C++ frames (where recorded), and stacks that differ in them apart.")
+@options.rules_option
 @options.device_option
 @options.common
 def command(
@@ -58,6 +59,7 @@ def command(
     why: bool,
     full_stack: bool,
     cpp: bool,
+    rules: tuple[str, ...],
     device: int | None,
 ) -> None:
     """Who owns the bytes of SNAPSHOT at its peak, or at any moment. The rows sum to torch's counter, to the byte.
@@ -68,7 +70,7 @@ def command(
     if peak and at not in (None, "peak"):
         raise click.UsageError("--peak and --at name two moments")
     when = "peak" if at is None else at
-    opened: Snapshot = options.open_snapshot(snapshot, common)
+    opened: Snapshot = options.open_snapshot(snapshot, common, options.user_rules(rules, quiet=common.quiet))
     chosen = options.choose_device(opened, device, common)
     answer = opened.blame(when, of, by, chosen, cpp=cpp)
     notices = opened.notices(chosen)

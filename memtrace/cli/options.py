@@ -123,7 +123,32 @@ def device_option(command: Command) -> Command:
     )(command)
 
 
-def open_snapshot(path: str | None, shared: Common) -> Any:
+def rules_option(command: Command) -> Command:
+    """`--rules`."""
+    return click.option(
+        "--rules", metavar="FILE", multiple=True, help="TOML with rules of your own, which come first. May be repeated."
+    )(command)
+
+
+def user_rules(files: tuple[str, ...], *, quiet: bool) -> Any:
+    """The rules of the named files, then the project's (said on stderr). Returns `UserRules`, or None for none."""
+    with _starting():
+        from memtrace.attribution import rule_files
+
+    found = rule_files.find()
+    if not files and found is None:
+        return None
+    from memtrace.attribution.user_rules import read
+
+    if found is None or any(Path(file).resolve() == found for file in files):
+        return read(files)
+    rules = read((*files, found))
+    if not quiet:
+        diagnostics.note(f"using the rules of {found}")
+    return rules
+
+
+def open_snapshot(path: str | None, shared: Common, rules: Any = None) -> Any:
     """The named snapshot, or the newest recording (said on stderr with its age). Returns a `memtrace.Snapshot`."""
     with _starting():
         from memtrace.api import load
@@ -135,6 +160,7 @@ def open_snapshot(path: str | None, shared: Common) -> Any:
             max_bytes=shared.max_size,
             progress=progress,
             cache=not shared.no_cache,
+            rules=rules,
         )
     shared.opened.append(snapshot)
     if snapshot.was_read and not shared.quiet:

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrace.allocator import Lifetimes
+from memtrace.io.sidecar import PhaseNote
 from memtrace.model import Action, SnapshotData, Trace
 from memtrace.model.stacks import NOT_RECORDED
 from memtrace.timeline.marks import FRAMELESS, UNMARKED, UNRECORDED, StackMarks, mark_stacks
-from memtrace.timeline.recorded import Recorded, RecordedPhase, recorded_marks
+from memtrace.timeline.recorded import Recorded, recorded_marks
 from memtrace.timeline.timeline import NEVER, NO_STEP, SOURCES, Phase, Timeline
 
 _RECORDED, _ANNOTATIONS, _STACKS, _RHYTHM = range(len(SOURCES))
@@ -34,7 +35,7 @@ class _Runs:
     teller: NDArray[np.int64]
 
     def joined(self, steps: NDArray[np.int32] | None = None) -> tuple[_Runs, NDArray[np.bool_]]:
-        """Neighbours of one kind (and step) as one run, told by the first of its strongest; and which runs begin one."""
+        """Neighbours of one kind (and step) as one run, told by its first strongest; and which runs begin one."""
         begins = np.ones(len(self.kind), np.bool_)
         begins[1:] = self.kind[1:] != self.kind[:-1]
         if steps is not None:
@@ -49,9 +50,7 @@ class _Runs:
         return _Runs(self.start[first], self.kind[first], strongest, self.teller[told]), begins
 
 
-def timeline_of(
-    data: SnapshotData, device: int, lifetimes: Lifetimes, recorded: Sequence[RecordedPhase] = ()
-) -> Timeline:
+def timeline_of(data: SnapshotData, device: int, lifetimes: Lifetimes, recorded: Sequence[PhaseNote] = ()) -> Timeline:
     """Phases and steps of a device's trace. `recorded` are the recorder's own, on the trace's clock."""
     trace = data.trace(device)
     marks = mark_stacks(data.stacks)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from memtrace.io.sidecar import PhaseNote
 from memtrace.model import SnapshotData, Trace
 from memtrace.timeline.marks import FRAMELESS, UNMARKED
 from memtrace.timeline.timeline import NO_STEP, SOURCES, Phase
@@ -40,15 +41,6 @@ _NAMES = {
 }
 _UNSAID = len(SOURCES)
 _MOST_STEPS = 1 << 30
-
-
-class RecordedPhase(NamedTuple):
-    """One of the sidecar's `phases[]`: times in microseconds on the trace's clock; `step` -1 outside steps."""
-
-    phase: Phase
-    step: int
-    begin_us: int
-    end_us: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,10 +77,10 @@ def phase_of_text(text: str) -> tuple[Phase | None, int]:
 
 
 def recorded_marks(
-    data: SnapshotData, trace: Trace, codes: NDArray[np.uint8], recorded: Sequence[RecordedPhase]
+    data: SnapshotData, trace: Trace, codes: NDArray[np.uint8], recorded: Sequence[PhaseNote]
 ) -> Recorded | None:
     """Writes what was recorded into `codes`; None when nothing was."""
-    ranges = [*_annotated(data, trace.device), *(_Range(*one, 0, False) for one in recorded)]
+    ranges = [*_annotated(data, trace.device), *_noted(recorded)]
     texts = trace.user_metadata
     if not ranges and texts is None:
         return None
@@ -128,6 +120,13 @@ def _say(
     if number != NO_STEP:
         step[inside] = number
         source[inside] = np.minimum(source[inside], by)
+
+
+def _noted(notes: Sequence[PhaseNote]) -> Iterator[_Range]:
+    """The recorder's own, outer ones first: what is inside says more."""
+    for note in sorted(notes, key=lambda note: (note.begin_us, -note.end_us)):
+        step = NO_STEP if note.step is None else min(note.step, _MOST_STEPS)
+        yield _Range(_NAMES.get(note.phase), step, note.begin_us, note.end_us, 0, False)
 
 
 def _annotated(data: SnapshotData, device: int) -> Iterator[_Range]:

@@ -310,6 +310,19 @@ PRIOR_MASTER = Rule(
     note="From before the recording: as large as the optimizer states that this recording shows being made.",
 )
 
+RECORDED_ROLE = Rule(
+    id="recorded.role",
+    category="unknown",
+    where=Function("*", ()),
+    note="The recorder walked the live objects of the job and wrote down what each tensor was.",
+)
+RECORDED_GATHER = Rule(
+    id="recorded.gather",
+    category="param.gathered",
+    where=Function("*", ()),
+    note="The recorder marked the gather when it was asked for, and when DeepSpeed let go of it.",
+)
+
 DERIVED: tuple[Rule, ...] = (
     WORKSPACE,
     CAST,
@@ -324,5 +337,7 @@ DERIVED: tuple[Rule, ...] = (
     KEPT_BUFFER,
     PRIOR_BUCKET,
     PRIOR_MASTER,
+    RECORDED_ROLE,
+    RECORDED_GATHER,
 )
 """Decisions that look at more than a stack: size, order, place between others. No frame matches them."""
