@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from memtrace.analysis.info import DeviceInfo
+    from memtrace.analysis.job import Job
     from memtrace.analysis.tree import CallTree
     from memtrace.analysis.verify import Verdict
     from memtrace.analysis.why import Why
+    from memtrace.analysis.zero import Comparison, Given
     from memtrace.attribution.user_rules import RulesLike, UserRules
     from memtrace.io.read import Progress
     from memtrace.io.recording import RankFile
@@ -276,6 +278,30 @@ class Snapshot:
         chosen = self._device(device)
         event = self.event(at, of, chosen)
         return why_at(self.replay(chosen), self.attribution(chosen), self.data.stacks, event=event, of=of)
+
+    def zero(self, at: str | int = "peak", given: Given | None = None, device: int | None = None) -> Comparison:
+        """ZeRO's theory against what is allocated at a moment, term by term. `given` beats what the recording tells."""
+        from memtrace.analysis.zero import compare
+
+        chosen = self._device(device)
+        event = self.event(at, "allocated", chosen)
+        replay, timeline, attribution = self.replay(chosen), self.timeline(chosen), self.attribution(chosen)
+        return compare(self.data, replay, timeline, attribution, event=event, given=given, **self._place())
+
+    def job(self, device: int | None = None) -> Job | None:
+        """What kind of DeepSpeed job was recorded: stage, ranks, parameters, dtype, and what told each. None: none."""
+        from memtrace.analysis.job import infer_job
+
+        chosen = self._device(device)
+        timeline, attribution = self.timeline(chosen), self.attribution(chosen)
+        return infer_job(self.data, self.replay(chosen), timeline, attribution, **self._place())
+
+    def _place(self) -> dict[str, int | None]:
+        """World and rank, where the recording says them."""
+        world = None if self.recording is None else self.recording.world
+        if world is None and self.sidecar is not None:
+            world = self.sidecar.world
+        return {"world": world, "rank": None if self.recording is None else self.recording.rank}
 
     def tree(self, at: str | int = "peak", of: str = "allocated", device: int | None = None) -> CallTree:
         """The call tree of a moment: a networkx DiGraph of frames with edges weighted in bytes."""

@@ -17,6 +17,7 @@ from memtrace.cli.output import Column, Page
 from memtrace.model import Action
 from memtrace.places import Side, is_plumbing, short_path, side_of
 from memtrace.text import printable
+from memtrace.timeline import in_words
 from memtrace.units import format_bytes, format_seconds, in_unit, plural, unit_of
 
 if TYPE_CHECKING:
@@ -98,27 +99,20 @@ class Report:
         bound = (
             f" (up to {self._full(answer.slack_bound)} more: block sizes not all known)" if answer.slack_bound else ""
         )
-        phase = self._phase()
+        phase = in_words(answer.phase, answer.step)
         where = f", in {phase} ({where})" if phase else f", {where}"
         return f"{name}: {self._full(answer.total_bytes)} {answer.of}{bound}{where}  ({self._job()})"
 
-    def _phase(self) -> str | None:
-        answer = self.answer
-        if answer.phase in (None, "other"):
-            return None
-        return answer.phase if answer.step is None else f"{answer.phase} of step {answer.step}"
-
     def _job(self) -> str:
         """What kind of job it was, as far as the file tells."""
-        facts = self.opened.attribution(self.answer.device).deepspeed
-        parts = []
-        if facts is not None:
-            parts.append(f"ZeRO-{facts.stage}" if facts.stage else "")
-            parts.append(f"DeepSpeed {facts.releases}" if facts.releases else "DeepSpeed")
+        from memtrace.analysis.job import headline
+
+        job = self.opened.job(self.answer.device)
+        parts = [] if job is None else [headline(job)]
         parts.append(str(self.opened.data.torch))
         if len(self.opened.devices) > 1:
             parts.append(f"device {self.answer.device}")
-        return ", ".join(part for part in parts if part)
+        return ", ".join(parts)
 
     def _reasons(self) -> None:
         """What decided, for every category that the table shows."""

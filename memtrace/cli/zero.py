@@ -163,21 +163,11 @@ def _plan(given: Given, shared: Common) -> None:
 
 
 def _compare(snapshot: str | None, given: Given, at: str, device: int | None, shared: Common) -> None:
-    from memtrace.analysis.zero import compare, notices
+    from memtrace.analysis.zero import notices
 
     opened: Snapshot = options.open_snapshot(snapshot, shared)
     chosen = options.choose_device(opened, device, shared)
-    source = opened.recording
-    answer = compare(
-        opened.data,
-        opened.replay(chosen),
-        opened.timeline(chosen),
-        opened.attribution(chosen),
-        event=opened.event(at, "allocated", chosen),
-        given=given,
-        world=None if source is None else source.world,
-        rank=None if source is None else source.rank,
-    )
+    answer = opened.zero(at, given, chosen)
     said = (*notices(given, answer), *opened.notices(chosen))
     options.show_notices(said, shared)
     if shared.json:

@@ -89,3 +89,15 @@ class Timeline(FrozenColumns):
     def has(self, phase: Phase) -> bool:
         """Whether the trace shows that phase."""
         return bool((self.phase == phase).any())
+
+
+def in_words(phase: str | None, step: int | None) -> str | None:
+    """A phase and step for people; None where there is nothing to say.
+
+    >>> in_words("step", 1)
+    "the optimizer's part of step 1"
+    """
+    if phase in (None, "other"):
+        return None
+    name = "the optimizer's part" if phase == "step" else str(phase)
+    return name if step is None else f"{name} of step {step}"
