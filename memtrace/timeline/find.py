@@ -106,7 +106,8 @@ def _split_where_stacks_recur(runs: _Runs, codes: NDArray[np.uint8], trace: Trac
     """
     start, kind = runs.start, runs.kind
     unmarked = np.flatnonzero(kind == UNMARKED)
-    if not len(unmarked) or not ((kind == FRAMELESS) | (kind == Phase.BACKWARD)).any():
+    trains = np.isin(kind, [Phase.FORWARD, Phase.BACKWARD, Phase.STEP]).any()
+    if not len(unmarked) or not trains or not np.isin(kind, [FRAMELESS, Phase.BACKWARD]).any():
         return runs
     run = int(unmarked[0])
     if (kind[:run] != Phase.INIT).any() or run + 1 >= len(kind) or kind[run + 1] == Phase.INIT:
