@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 LOAD = "pickle.load, gc off"
+REPLAY = "read + replay"
+ATTRIBUTION = "read + replay + attribution"
 FIRST = "blame --peak --json, first open"
 SECOND = "blame --peak --json, second open"
 BLAME = "import sys; sys.argv[1:] = ['blame', '--peak', '--json', '-q', *{options}, sys.argv[1]]; "
@@ -30,7 +32,8 @@ STEPS = {
     "pickle.load, gc on": "import os, pickle, sys; x = pickle.load(open(sys.argv[1], 'rb')); os._exit(0)",
     "import memtrace.api": "import memtrace.api",
     "read to columns": "import sys; from memtrace.io.read import read_snapshot; read_snapshot(sys.argv[1])",
-    "read + replay": "import sys, memtrace; memtrace.load(sys.argv[1], cache=False).replay()",
+    REPLAY: "import sys, memtrace; memtrace.load(sys.argv[1], cache=False).replay()",
+    ATTRIBUTION: "import sys, memtrace; memtrace.load(sys.argv[1], cache=False).attribution()",
     "blame --peak --json --no-cache": BLAME.format(options=["--no-cache"]),
     FIRST: BLAME.format(options=[]),
     SECOND: BLAME.format(options=[]),
@@ -78,6 +81,9 @@ def show(path: Path, table: dict[str, Cost]) -> None:
     print(f"{'':36}{'cpu s':>8}{'wall s':>8}{'x load':>8}{'peak MB':>9}")
     for name, cost in table.items():
         print(f"{name:36}{cost.cpu:8.3f}{cost.wall:8.3f}{cost.cpu / table[LOAD].cpu:8.2f}{cost.peak / 1e6:9,.0f}")
+    print(
+        f"timeline and attribution add {100 * (table[ATTRIBUTION].cpu / table[REPLAY].cpu - 1):.0f} % to read + replay"
+    )
     print(f"second open / first open: {table[SECOND].cpu / table[FIRST].cpu:.2f} cpu, ", end="")
     print(f"{table[SECOND].wall / table[FIRST].wall:.2f} wall")
 

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memtrace.allocator import COUNTERS, POOLS, Replay, series
-from memtrace.allocator.stored import Highest, Peaks, Stored
+from memtrace.allocator.stored import Highest, Peaks
 from memtrace.analysis import moment
 from memtrace.analysis.blame import BYS, Blame, blame_at
 from memtrace.analysis.frames import ShownStacks, shown_stacks
-from memtrace.attribution import Attribution, attribute
-from memtrace.attribution.rules import ALL
+from memtrace.attribution import Attribution
+from memtrace.attribution.stored import Stored
 from memtrace.errors import MissingExtraError, QuestionError
 from memtrace.model import Notice, SnapshotData, TorchRange
-from memtrace.timeline import Timeline, timeline_of
+from memtrace.timeline import Timeline
 from memtrace.units import format_bytes, plural
 
 # Others are imported where they are used: what the cache answers needs none of them, and they take their time.
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from memtrace.analysis.verify import Verdict
     from memtrace.analysis.why import Why
     from memtrace.analysis.zero import Comparison, Given
+    from memtrace.attribution.rule import Rule
     from memtrace.attribution.user_rules import RulesLike, UserRules
     from memtrace.io.read import Progress
     from memtrace.io.recording import RankFile
@@ -225,20 +226,33 @@ class Snapshot:
         """Phases and steps of one device's trace, and where each was read from."""
         chosen = self._device(device)
         if chosen not in self._timelines:
-            phases = () if self.sidecar is None else self.sidecar.phases
-            self._timelines[chosen] = timeline_of(self.data, chosen, self.replay(chosen).lifetimes, phases)
+            self._decide(chosen)
         return self._timelines[chosen]
 
     def attribution(self, device: int | None = None) -> Attribution:
         """What each block of one device is for, in the order of `replay().lifetimes`, and why we think so."""
         chosen = self._device(device)
         if chosen not in self._attributions:
-            own = self.rules
-            rules, labels = (ALL, None) if own is None else ((*own.rules, *ALL), own.labels)
-            self._attributions[chosen] = attribute(
-                self.data, self.replay(chosen), self.timeline(chosen), rules, labels, self.sidecar
-            )
+            self._decide(chosen)
         return self._attributions[chosen]
+
+    def _decide(self, device: int) -> None:
+        """Timeline and attribution of a device: what was kept, unless rules or a sidecar have a say."""
+        replay, plain = self.replay(device), self.rules is None and self.sidecar is None
+        found = self._stored.decisions(device, replay, self.data) if plain and self._stored is not None else None
+        if found is None:
+            found = self._new_decisions(replay)
+            self._has_news |= plain
+        self._timelines[device], self._attributions[device] = found
+
+    def _new_decisions(self, replay: Replay) -> tuple[Timeline, Attribution]:
+        from memtrace.attribution.attribute import attribute
+        from memtrace.timeline.find import timeline_of
+
+        phases = () if self.sidecar is None else self.sidecar.phases
+        timeline = timeline_of(self.data, replay.device, replay.lifetimes, phases)
+        labels = None if self.rules is None else self.rules.labels
+        return timeline, attribute(self.data, replay, timeline, self._rules(), labels, self.sidecar)
 
     def blame(
         self,
@@ -277,7 +291,14 @@ class Snapshot:
 
         chosen = self._device(device)
         event = self.event(at, of, chosen)
-        return why_at(self.replay(chosen), self.attribution(chosen), self.data.stacks, event=event, of=of)
+        rules = {rule.id: rule for rule in self._rules()}
+        return why_at(self.replay(chosen), self.attribution(chosen), self.data.stacks, rules, event=event, of=of)
+
+    def _rules(self) -> tuple[Rule, ...]:
+        """The user's own, then ours."""
+        from memtrace.attribution.rules import ALL
+
+        return ALL if self.rules is None else (*self.rules.rules, *ALL)
 
     def zero(self, at: str | int = "peak", given: Given | None = None, device: int | None = None) -> Comparison:
         """ZeRO's theory against what is allocated at a moment, term by term. `given` beats what the recording tells."""
@@ -350,7 +371,10 @@ class Snapshot:
         for device in self._replays:
             self.peak(device=device)
         self._has_news = False
-        return self._stored.keep(self.data, self._replays, self._peaks)
+        decisions = {}
+        if self.rules is None and self.sidecar is None:
+            decisions = {device: (self._timelines[device], one) for device, one in self._attributions.items()}
+        return self._stored.keep(self.data, self._replays, self._peaks, decisions)
 
     def _stored_replay(self, device: int) -> tuple[Replay, Peaks] | None:
         return None if self._stored is None else self._stored.replay(device, self.data)

@@ -13,7 +13,7 @@ from builders import SnapshotBuilder
 
 import memtrace
 from memtrace import paths
-from memtrace.allocator.stored import Stored
+from memtrace.attribution.stored import Stored
 from memtrace.io import cache
 from memtrace.io.bundle import Bundle
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+from typing_extensions import Self
 
 from memtrace.allocator.result import Replay
 from memtrace.io import cache
@@ -22,6 +23,7 @@ LEAST_ROWS = 30_000
 """Events and blocks of a file below which reading it again is as fast as reading what was kept."""
 
 Kind = TypeVar("Kind")
+Entry = TypeVar("Entry", bound="StoredReplays")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ Peaks: TypeAlias = dict[str, Highest]
 """By what they are of: allocated, reserved, requested, active."""
 
 
-class Stored:
+class StoredReplays:
     """The entry of one file, whether there is one already or not. A damaged one is removed, and as if it were not."""
 
     def __init__(self, origin: Origin, max_bytes: int | None) -> None:
@@ -45,7 +47,7 @@ class Stored:
         self._bundle = cache.find(origin, max_bytes)
 
     @classmethod
-    def of(cls, path: str, max_bytes: int | None) -> Stored | None:
+    def of(cls, path: str, max_bytes: int | None) -> Self | None:
         """The entry of the file at a path, read with this limit (None: the default); None if it cannot have one."""
         origin = cache.origin_of(path)
         return None if origin is None else cls(origin, max_bytes)
@@ -78,14 +80,21 @@ class Stored:
             return None
         return replay, peaks
 
-    def keep(self, data: SnapshotData, replays: Mapping[int, Replay], peaks: Mapping[int, Peaks]) -> bool:
-        """Keeps a snapshot and its replays, if it is large enough for that to pay. Whether it is kept now."""
+    def keep_all(
+        self,
+        data: SnapshotData,
+        replays: Mapping[int, Replay],
+        peaks: Mapping[int, Peaks],
+        more: Mapping[str, tuple[object, type]],
+    ) -> bool:
+        """Keeps a snapshot, its replays and `more`, if it is large enough for that to pay. Whether it is kept now."""
         if sum(map(len, data.traces)) + len(data.blocks) < LEAST_ROWS:
             return False
         values: dict[str, tuple[object, Any]] = {"data": (data, SnapshotData)}
         for device, replay in replays.items():
             values[_replay_of(device)] = (replay, Replay)
             values[_peaks_of(device)] = (peaks[device], Peaks)
+        values.update(more)
         return cache.keep(self._origin, self._limit(), values)
 
     def _limit(self) -> Limit:

@@ -299,7 +299,7 @@ class _Groups:
     def _evidence_of(self, rule: int, frame: int) -> Evidence | None:
         if rule < 0:
             return None
-        return Evidence(self.attribution.rules[rule].id, None if frame < 0 else self.stacks.frame(frame))
+        return Evidence(self.attribution.rule_ids[rule], None if frame < 0 else self.stacks.frame(frame))
 
     def _key(self, first: int, by: str) -> str | None:
         if by == "stream":

@@ -179,8 +179,8 @@ class _Seen:
         """Columns of all blocks."""
         blocks = replay.lifetimes
         rules: dict[str, list[int]] = {}
-        for number, rule in enumerate(attribution.rules):
-            rules.setdefault(rule.id, []).append(number)
+        for number, name in enumerate(attribution.rule_ids):
+            rules.setdefault(name, []).append(number)
         working = np.flatnonzero((timeline.phase != Phase.INIT) & (timeline.phase != Phase.OTHER))
         first = int(timeline.start[working[0]]) if len(working) else replay.events - 1
         return cls(

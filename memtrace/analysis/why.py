@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +28,17 @@ class Why:
     frame: Frame | None
 
 
-def why_at(replay: Replay, attribution: Attribution, stacks: StackTable, *, event: int, of: str) -> tuple[Why, ...]:
-    """Every rule that decided something of counter `of` after `event`, largest first. Undecided bytes have none."""
+def why_at(
+    replay: Replay,
+    attribution: Attribution,
+    stacks: StackTable,
+    rules: Mapping[str, Rule],
+    *,
+    event: int,
+    of: str,
+) -> tuple[Why, ...]:
+    """Every rule (`rules`: by id) that decided something of counter `of` after `event`, largest first. Undecided bytes
+    have none."""
     held = holdings_at(replay, attribution, event, of)
     rows = np.flatnonzero((held.rule >= 0) & (held.block != NO_BLOCK))
     if not len(rows):
@@ -44,7 +54,7 @@ def why_at(replay: Replay, attribution: Attribution, stacks: StackTable, *, even
         found.append(
             Why(
                 category=attribution.categories[category],
-                rule=attribution.rules[rule],
+                rule=rules[attribution.rule_ids[rule]],
                 label="" if label < 0 else attribution.labels[label],
                 bytes=int(held.bytes[members].sum()),
                 blocks=len(members),

@@ -6,69 +6,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memtrace.allocator import Replay
 from memtrace.attribution import derived, gathers, lives, recorded, user_match
-from memtrace.attribution.categories import CATEGORIES, CONFIDENCE, LABELS
+from memtrace.attribution.categories import CATEGORIES, LABELS
 from memtrace.attribution.draft import CERTAIN, INFERRED, UNDECIDED, Draft
 from memtrace.attribution.matcher import NO_RULE, StackVerdicts, logits_callers, match_stacks
-from memtrace.attribution.rule import By, Rank, Rule
+from memtrace.attribution.result import Attribution, Reason
+from memtrace.attribution.rule import Rank, Rule
 from memtrace.attribution.rules import ALL
 from memtrace.attribution.rules.torch import OWN_LOGITS
-from memtrace.attribution.versions import DeepSpeedFacts, deepspeed_facts
+from memtrace.attribution.versions import deepspeed_facts
 from memtrace.io.sidecar import Sidecar
 from memtrace.model import SnapshotData
-from memtrace.model.frozen import FrozenColumns
 from memtrace.model.stacks import NOT_RECORDED
 from memtrace.timeline import Timeline
-
-
-class Reason(IntEnum):
-    """Why no rule decided."""
-
-    DECIDED = 0
-    NO_RULE = 1
-    NO_STACK = 2
-    HISTORY_OFF = 3
-    BEFORE = 4
-
-
-REASON_TEXT = {
-    Reason.DECIDED: "",
-    Reason.NO_RULE: "no rule",
-    Reason.NO_STACK: "no stack",
-    Reason.HISTORY_OFF: "history off",
-    Reason.BEFORE: "before the recording",
-}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Attribution(FrozenColumns):
-    """One row a block, as in `Lifetimes`.
-
-    `category` indexes `categories`, `confidence` indexes `CONFIDENCE`, `reason` says why nothing is decided, `rule`
-    indexes `rules` (-1: none), `frame` is the id of the frame that decided (-1: none), `label` indexes `labels`
-    (-1: the category's own).
-    """
-
-    category: NDArray[np.uint8]
-    confidence: NDArray[np.uint8]
-    reason: NDArray[np.uint8]
-    rule: NDArray[np.int16]
-    frame: NDArray[np.int32]
-    label: NDArray[np.int16]
-    categories: tuple[str, ...]
-    category_labels: tuple[str, ...]
-    labels: tuple[str, ...]
-    rules: tuple[Rule, ...]
-    deepspeed: DeepSpeedFacts | None
-
-    def __len__(self) -> int:
-        return len(self.category)
 
 
 def attribute(
@@ -106,7 +61,7 @@ def attribute(
         categories=categories,
         category_labels=tuple(labels.get(name, name) for name in categories),
         labels=tuple(draft.labels),
-        rules=all_rules,
+        rule_ids=tuple(rule.id for rule in all_rules),
         deepspeed=deepspeed_facts(stacks, verdicts, rules, sidecar),
     )
 
@@ -164,6 +119,3 @@ def _reasons(draft: Draft, context: lives.Context) -> NDArray[np.uint8]:
     )
     draft.category[open_rows[before]] = draft.code("prior")
     return reason
-
-
-__all__ = ["CONFIDENCE", "REASON_TEXT", "Attribution", "By", "Reason", "attribute"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from memtrace.attribution.matcher import NO_RULE, StackVerdicts
+from memtrace.attribution.result import DeepSpeedFacts
 from memtrace.attribution.rule import Rule, lines
 from memtrace.attribution.rules.deepspeed import FETCH_LINES
 from memtrace.io.sidecar import Sidecar
@@ -56,26 +56,6 @@ _STAGE3 = Function("deepspeed/runtime/zero/stage3.py")
 _STAGE12 = Function("deepspeed/runtime/zero/stage_1_and_2.py")
 _STAGE1_ONLY = Function("deepspeed/runtime/zero/stage_1_and_2.py", ("reduce_gradients",))
 _ENGINE = Function("deepspeed/runtime/engine.py")
-
-
-@dataclass(frozen=True, slots=True)
-class DeepSpeedFacts:
-    """ZeRO stage (None: not told) and releases ("0.17.0-0.18.5"; None: not told), with what told each."""
-
-    stage: int | None
-    stage_from: str
-    at_least: str | None
-    at_most: str | None
-    version_from: str
-
-    @property
-    def releases(self) -> str | None:
-        """The range as text."""
-        if self.at_least is None:
-            return None
-        if self.at_most is None:
-            return f"{self.at_least} or later"
-        return self.at_least if self.at_least == self.at_most else f"{self.at_least}-{self.at_most}"
 
 
 def deepspeed_facts(

@@ -1,6 +1,5 @@
-"""Phases and steps of a trace, and where each was read from."""
+"""Phases and steps of a trace, and where each was read from. `find` finds them; this is the answer, quick to import."""
 
-from memtrace.timeline.find import timeline_of
 from memtrace.timeline.timeline import PHASES, SOURCES, Phase, Timeline, in_words
 
-__all__ = ["PHASES", "SOURCES", "Phase", "Timeline", "in_words", "timeline_of"]
+__all__ = ["PHASES", "SOURCES", "Phase", "Timeline", "in_words"]

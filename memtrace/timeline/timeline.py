@@ -90,6 +90,26 @@ class Timeline(FrozenColumns):
         """Whether the trace shows that phase."""
         return bool((self.phase == phase).any())
 
+    def is_sound(self, events: int, frames: int) -> bool:
+        """Whether it can be of a trace of that length: of columns from a cache nothing is believed unseen."""
+        columns = (self.phase, self.step, self.source, self.frame, self.backward_from, self.step_from, self.over)
+        if self.events != events or any(len(column) != len(self.start) for column in columns):
+            return False
+        if not len(self.start):
+            return not events
+        return (
+            self.start[0] == 0
+            and bool((np.diff(self.start) > 0).all())
+            and bool(self.start[-1] < max(events, 1))
+            and self.phase.max() < len(PHASES)
+            and self.source.max() < len(SOURCES)
+            and self.step.min() >= NO_STEP
+            and self.frame.min() >= -1
+            and self.frame.max() < frames
+            and self.over.max() <= events
+            and min(self.backward_from.min(), self.step_from.min(), self.over.min()) >= 0
+        )
+
 
 def in_words(phase: str | None, step: int | None) -> str | None:
     """A phase and step for people; None where there is nothing to say.

@@ -328,7 +328,7 @@ def test_cpp_frames_name_a_workspace_and_a_node(tmp_path: Path) -> None:
     snapshot = memtrace.load(builder.pickle(tmp_path / "x.pickle"), cache=False)
     attribution = snapshot.attribution()
     rules = {
-        attribution.categories[c]: attribution.rules[r].id
+        attribution.categories[c]: attribution.rule_ids[r]
         for c, r in zip(attribution.category, attribution.rule, strict=True)
     }
     assert rules["workspace"] == "cpp.workspace"

@@ -509,7 +509,7 @@ def test_recordings_with_and_without_a_rule_differ_only_in_its_blocks() -> None:
     assert {with_rule.categories[code] for code in with_rule.category[mine].tolist()} == {"mine"}
     for column in ("category", "confidence", "reason", "frame", "label"):
         assert (getattr(with_rule, column)[~mine] == getattr(without, column)[~mine]).all(), column
-    ids = [[one.rules[rule].id if rule >= 0 else None for rule in one.rule.tolist()] for one in (with_rule, without)]
+    ids = [[one.rule_ids[rule] if rule >= 0 else None for rule in one.rule.tolist()] for one in (with_rule, without)]
     assert [a for a, own in zip(ids[0], mine.tolist(), strict=True) if not own] == [
         b for b, own in zip(ids[1], mine.tolist(), strict=True) if not own
     ]

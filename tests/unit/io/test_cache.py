@@ -20,7 +20,7 @@ from recordings import ROOT, fixture_names, snapshot_path
 import memtrace
 from memtrace import paths
 from memtrace.allocator import stored
-from memtrace.allocator.stored import Stored
+from memtrace.attribution.stored import Stored
 from memtrace.errors import TooLargeError
 from memtrace.io import cache
 from memtrace.io.bundle import Packed
@@ -100,8 +100,16 @@ def test_a_hit_reads_neither_file_nor_replay(snapshot: Path, entry: Path, monkey
         monkeypatch.setattr(home, function, lambda *_, **__: pytest.fail("read again"))
     again = memtrace.load(snapshot)
     assert [str(again.blame(at, device=0)) for at in ("peak", 5)] == expected
-    assert not again.remember(), "all of it is there"
     assert again.peak("reserved") == reserved
+    assert again.remember(), "what the blocks are for was not there"
+    for module, function in (("timeline.find", "timeline_of"), ("attribution.attribute", "attribute")):
+        home = importlib.import_module(f"memtrace.{module}")
+        monkeypatch.setattr(home, function, lambda *_, **__: pytest.fail("decided again"))
+    third = memtrace.load(snapshot)
+    assert [str(third.blame(at, device=0)) for at in ("peak", 5)] == expected
+    assert_same(whole.attribution(0), third.attribution(0))
+    assert_same(whole.timeline(0), third.timeline(0))
+    assert not third.remember(), "all of it is there"
 
 
 def test_the_path_is_the_one_given_now(snapshot: Path, entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:

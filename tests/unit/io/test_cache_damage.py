@@ -16,7 +16,7 @@ from caching import assert_same, is_hit, odd_snapshot, opened, remembered
 
 import memtrace
 from memtrace.allocator import stored
-from memtrace.allocator.stored import Stored
+from memtrace.attribution.stored import Stored
 from memtrace.io import bundle, cache
 from memtrace.io.bundle import DamagedError
 
