@@ -18,6 +18,41 @@ SHARDED = ("fsdp",)
 """Parts of the names of recordings whose parameters are shards."""
 
 
+_GRADIENTS = "grad.full grad.partition grad.bucket grad.fp32"
+_RIGHT = {
+    "fp32_partitioned_groups_flat": "param.master",
+    "single_partition_of_fp32_groups": "param.master",
+    "fp32_groups_flat": "param.master",
+    "fp32_groups_flat_partition": "param.master",
+    "fp16_partitioned_groups_flat": "param.partition",
+    "fp16_partitioned_groups": "param.partition",
+    "lp_param_buffer": "param.partition",
+    "bit16_groups_flat": "param.full",
+    "parallel_partitioned_bit16_groups": "param.full",
+    "fp16_groups_flat": "param.full",
+    "bf16_groups_flat": "param.full",
+    "bf16_partitioned_groups": "param.full",
+    "grad": _GRADIENTS,
+    "grad_partitions_flat_buffer": "grad.partition",
+    "param_id_to_grad_partition": "grad.partition",
+    "all_grad_tensors": "grad.partition",
+    "ipg_buckets": "grad.bucket",
+    "ipg_bucket_flat_buffer": "grad.bucket",
+    "temp_grad_buffer_for_gpu_offload": "grad.bucket",
+    "fp32_groups_gradients_flat": "grad.fp32",
+    "fp32_groups_gradients": "grad.fp32",
+    "fp32_groups_actual_gradients_flat": "grad.fp32",
+    "fp32_groups_gradient_dict": "grad.fp32",
+    "fp32_groups_gradient_flat_partition": "grad.fp32",
+    "fp32_groups_flat_partition.grad": "grad.fp32",
+    "non_expert_gradients": "grad.fp32",
+    "buffer": "buffer param.full",
+    "_global_grad_norm": "optim.temp",
+    "inf_or_nan_tracker": "optim.temp",
+}
+"""Role, or attribute of DeepSpeed's optimizer -> the categories that say so. A buffer may be made by a constructor."""
+
+
 class Role(NamedTuple):
     """One tensor that was alive at the end: what it was, and the categories that say so. Sizes in bytes."""
 
@@ -77,23 +112,18 @@ def _deepspeed(name: str, row: list[Any]) -> Iterator[Role]:
         yield Role(role, tensor, address, size, _right(role, "zero3" in name))
         return
     if address and size:
-        whole = {"param.persistent", "param.gathered"} if "zero3" in name else {"param.full"}
+        whole = {"param.persistent", "param.gathered", "param.prefetched"} if "zero3" in name else {"param.full"}
         yield Role("param", tensor, address, size, frozenset(whole))
     if shard and shard_size:
         yield Role("ds_tensor", tensor, shard, shard_size, frozenset({"param.partition"}))
 
 
 def _right(role: str, sharded: bool) -> frozenset[str]:
-    if role in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
-        return frozenset({"param.master"})
-    if role == "fp16_partitioned_groups_flat":
-        return frozenset({"param.partition"})
-    if role in ("bit16_groups_flat", "param"):
-        return frozenset({"param.partition" if sharded and role == "param" else "param.full"})
-    if role == "grad":
-        return frozenset({"grad.full", "grad.partition", "grad.bucket", "grad.fp32"})
-    assert role.startswith("state."), role
-    return frozenset({"optim.state", "checkpoint_io"})
+    if role == "param":
+        return frozenset({"param.partition" if sharded else "param.full"})
+    if role.startswith("state."):
+        return frozenset({"optim.state", "checkpoint_io"})
+    return frozenset(_RIGHT[role.removeprefix("attr.")].split())
 
 
 def saved_of(truth: dict[str, Any]) -> list[Saved]:

@@ -224,7 +224,7 @@ def _names(held: _Held, job: Job, attribution: Attribution) -> NDArray[np.str_]:
         "unknown": "",
         "prior": "",
     }
-    if (job.stage or 0) < 2:
+    if (job.stage or 0) < 2 and job.wrapper is not Wrapper.BF16:
         renamed["grad.full"] = zero.GRADIENTS
     names = np.array([renamed.get(name, name) for name in attribution.categories], "<U32")
     code = {name: number for number, name in enumerate(attribution.categories)}
@@ -235,7 +235,7 @@ def _names(held: _Held, job: Job, attribution: Attribution) -> NDArray[np.str_]:
     flat = held.label == _FLAT_LABEL
     if flat.any():  # what was flattened is still there: initialisation
         found[(held.category == "param.full") & ~flat] = "param.full"
-    if job.stage == 1:
+    if job.stage == 1 and job.wrapper is Wrapper.ZERO:
         found[_waiting_gradients(held, job)] = zero.GRADIENTS
     if job.stage == 3:
         _name_prior(held, job, found)
@@ -324,7 +324,7 @@ _REASONS = {
     "act.logits": "Logits and loss: tokens x vocabulary, in several copies.",
     "fwd.temp": "Temporaries of forward.",
     "bwd.temp": "Temporaries of backward: gradients of activations, and of weights until they are in the bucket.",
-    "grad.full": "Gradients on their way into the bucket.",
+    "grad.full": "Gradients on their way into the bucket, or to be added to the fp32 ones.",
     "grad.fp32": "Gradients in fp32: accumulation (grad_accum_dtype), or zeros at initialisation.",
     "input": "The batch.",
     "buffer": "Buffers of modules: not divided by any stage.",
@@ -394,7 +394,7 @@ def _backward_so_far(setup: Setup, held: _Held, found: Mapping[str, Term]) -> di
     term = found[zero.GRADIENTS]
     if setup.stage == 2 and not owned:
         changed[zero.GRADIENTS] = replace(term, kept=0, why="No gradient of this rank's own is ready yet.")
-    if setup.stage == 1 and not bucket and not owned:
+    if setup.stage == 1 and setup.wrapper is Wrapper.ZERO and not bucket and not owned:
         why = "All gradients wait in backward until the last is there; these are those made so far."
         changed[zero.GRADIENTS] = replace(term, kept=None, why=why)
     if not bucket and zero.BUCKET in found:
@@ -411,7 +411,7 @@ def _step_so_far(setup: Setup, held: _Held, found: Mapping[str, Term]) -> dict[s
     near = [one for one in zero.step_moments(setup) if abs(measured - one[0]) <= max(_SMALL, one[0] // 200)]
     kept, why = near[0] if near else (term.kept, term.why)
     changed[zero.STEP_TEMPORARIES] = replace(term, kept=kept, why=why, at_most=not near)
-    if setup.stage in (1, 2) and not held.bytes_of("grad.partition"):
+    if setup.stage in (1, 2) and setup.wrapper is Wrapper.ZERO and not held.bytes_of("grad.partition"):
         why = "Gradients are let go of when they are copied for the step."
         changed[zero.GRADIENTS] = replace(found[zero.GRADIENTS], kept=0, why=why)
     return changed

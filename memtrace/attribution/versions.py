@@ -56,6 +56,7 @@ _STAGE3 = Function("deepspeed/runtime/zero/stage3.py")
 _STAGE12 = Function("deepspeed/runtime/zero/stage_1_and_2.py")
 _STAGE1_ONLY = Function("deepspeed/runtime/zero/stage_1_and_2.py", ("reduce_gradients",))
 _ENGINE = Function("deepspeed/runtime/engine.py")
+_BF16 = Function("deepspeed/runtime/bf16_optimizer.py", ("_setup_for_real_optimizer", "step"))
 
 
 def deepspeed_facts(
@@ -64,6 +65,7 @@ def deepspeed_facts(
     """What the sidecar says, else the frames; None where neither shows DeepSpeed."""
     functions = [
         _ENGINE,
+        _BF16,
         _STAGE3,
         _STAGE12,
         _STAGE1_ONLY,
@@ -98,6 +100,8 @@ def _stage(at: dict[Function, set[int]], verdicts: StackVerdicts, rules: Sequenc
         if used & {"deepspeed.zero12.owned-gradients", "deepspeed.zero12.reduce"}:
             return 2, "zero/stage_1_and_2.py: gradients are reduced while backward runs"
         return None, "frames of zero/stage_1_and_2.py"
+    if at[_BF16]:
+        return 1, "BF16_Optimizer, which divides the optimizer's states as stage 1 does"
     return 0, "frames of DeepSpeed's engine, none of ZeRO's"
 
 

@@ -17,7 +17,7 @@ from memtrace.allocator import Lifetimes
 from memtrace.io.sidecar import PhaseNote
 from memtrace.model import Action, SnapshotData, Trace
 from memtrace.model.stacks import NOT_RECORDED
-from memtrace.timeline.marks import FRAMELESS, UNMARKED, UNRECORDED, StackMarks, mark_stacks
+from memtrace.timeline.marks import CLEARING, FRAMELESS, UNMARKED, UNRECORDED, StackMarks, mark_stacks
 from memtrace.timeline.recorded import Recorded, recorded_marks
 from memtrace.timeline.timeline import NEVER, NO_STEP, SOURCES, Phase, Timeline
 
@@ -63,7 +63,7 @@ def timeline_of(data: SnapshotData, device: int, lifetimes: Lifetimes, recorded:
         if not trace.device_free:
             runs = _evaluation_only(runs, codes)
         runs.start[0] = 0
-    return _timeline(runs, trace, marks, said)
+    return _timeline(runs, trace, marks, said, np.flatnonzero(codes == CLEARING))
 
 
 def _runs_of(codes: NDArray[np.uint8], trace: Trace) -> _Runs:
@@ -85,7 +85,7 @@ def _event_codes(trace: Trace, marks: StackMarks, lifetimes: Lifetimes) -> NDArr
     codes = by_stack[trace.stack]
     frees = (trace.action == Action.FREE_REQUESTED) | (trace.action == Action.FREE_COMPLETED)
     if _frees_have_own_stacks(trace, lifetimes):
-        codes[frees & (codes >= UNMARKED)] = UNRECORDED
+        codes[frees & (codes >= UNMARKED) & (codes != CLEARING)] = UNRECORDED
     else:
         codes[frees] = UNRECORDED
     codes[(trace.action == Action.SNAPSHOT) | (trace.action == Action.SEGMENT_FREE)] = UNRECORDED
@@ -139,10 +139,18 @@ def _frameless(runs: _Runs) -> _Runs:
     if not np.isin(kind, [Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.EVAL]).any():
         # No model is called and nothing is learnt: such threads mean nothing here.
         return replace(runs, kind=np.where(kind >= UNMARKED, np.uint8(Phase.OTHER), kind))
+    kind = _clearing(kind)
     before = np.concatenate([[np.uint8(Phase.OTHER)], kind[:-1]])
     backward = np.isin(before, [Phase.FORWARD, Phase.BACKWARD, UNMARKED])
     found = np.where(kind == FRAMELESS, np.where(backward, np.uint8(Phase.BACKWARD), before), kind)
     return replace(runs, kind=found).joined()[0]
+
+
+def _clearing(kind: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Clearing gradients after backward or the step ends a step; before it, it belongs to what went before."""
+    before = np.concatenate([[np.uint8(UNMARKED)], kind[:-1]])
+    ends = np.isin(before, [Phase.BACKWARD, Phase.STEP, FRAMELESS])
+    return np.where(kind == CLEARING, np.where(ends, np.uint8(Phase.STEP), before), kind)
 
 
 def _between_marks(runs: _Runs) -> _Runs:
@@ -194,26 +202,39 @@ def _evaluation_only(runs: _Runs, codes: NDArray[np.uint8]) -> _Runs:
     )
 
 
-def _steps(phase: list[int]) -> list[int]:
-    """The step of each run: one ends where the optimizer's phase does (a trace without one: where backward does)."""
-    last = Phase.STEP if Phase.STEP in phase else Phase.BACKWARD
-    step, done, steps = 0, False, []
-    for kind in phase:
+def _steps(runs: _Runs, cleared: NDArray[np.int64], ended: NDArray[np.int64]) -> list[int]:
+    """The step of each run. One ends where the optimizer's phase does; where that allocates nothing (in place, fused),
+    before gradients are `cleared` in the next forward, or where a range of torch's says that it `ended` (both events).
+    A trace without any of these: where backward does."""
+    phase = runs.kind.tolist()
+    told = Phase.STEP in phase or len(cleared) or len(ended)
+    last = Phase.STEP if told else Phase.BACKWARD
+    bounds = np.append(runs.start, np.iinfo(np.int64).max)
+    clears = np.diff(np.searchsorted(cleared, bounds)) > 0
+    ends = np.diff(np.searchsorted(ended, bounds, side="right"), prepend=0)[:-1] > 0
+    step, done, learnt, steps = 0, False, False, []
+    for kind, clears_here, ends_before in zip(phase, clears.tolist(), ends.tolist(), strict=True):
+        if learnt and told and (ends_before or (clears_here and kind == Phase.FORWARD)):
+            done = True
         if kind == last:
             done = True
         elif done and kind in (Phase.FORWARD, Phase.BACKWARD):
-            step, done = step + 1, False
+            step, done, learnt = step + 1, False, False
+        learnt = kind == Phase.BACKWARD or (learnt and kind != Phase.STEP)
         steps.append(step if kind in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP) else NO_STEP)
     return steps
 
 
-def _timeline(runs: _Runs, trace: Trace, marks: StackMarks, said: Recorded | None) -> Timeline:
+def _timeline(
+    runs: _Runs, trace: Trace, marks: StackMarks, said: Recorded | None, cleared: NDArray[np.int64]
+) -> Timeline:
     """Joins neighbours of the same phase and step, and notes what comes next."""
     if said is not None and len(runs.start):
         recorded = said.source[runs.start]
         runs = replace(runs, source=np.where(recorded < len(SOURCES), recorded, runs.source).astype(np.uint8))
     runs = runs.joined()[0]
-    steps = np.asarray(_steps(runs.kind.tolist()), np.int32)
+    ended = np.zeros(0, np.int64) if said is None else said.ended
+    steps = np.asarray(_steps(runs, cleared, ended), np.int32)
     if said is not None and said.any_step:
         known = said.step[runs.start]
         place = np.maximum.accumulate(np.where(known != NO_STEP, np.arange(len(known)), -1))

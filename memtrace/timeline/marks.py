@@ -20,7 +20,9 @@ UNMARKED = 7
 """A Python stack in which no function tells the phase."""
 FRAMELESS = 8
 """A thread that runs no Python: autograd's, most of the time."""
-UNRECORDED = 9
+CLEARING = 9
+"""Gradients are cleared."""
+UNRECORDED = 10
 """No stack was recorded."""
 
 _ENGINE = "deepspeed/runtime/engine.py"
@@ -113,11 +115,11 @@ MARKS: tuple[tuple[Phase, Function], ...] = (
     (Phase.STEP, Function("deepspeed/runtime/fp16/*.py", ("step",))),
     (Phase.STEP, Function("deepspeed/ops/*/*.py", ("step",))),
     (Phase.STEP, Function("deepspeed/runtime/pipe/engine.py", ("_exec_optimizer_step",))),
-    (Phase.STEP, Function("torch/optim/*.py", ("step", "zero_grad"))),
+    (Phase.STEP, Function("torch/optim/*.py", ("step",))),
     (Phase.STEP, Function("torch/optim/optimizer.py", ("wrapper", "profile_hook_step"))),
     (Phase.STEP, Function("torch/amp/grad_scaler.py", names("step unscale_ update"))),
     (Phase.STEP, Function("torch/nn/utils/clip_grad.py")),
-    (Phase.STEP, Function("accelerate/optimizer.py", ("step", "zero_grad"))),
+    (Phase.STEP, Function("accelerate/optimizer.py", ("step",))),
     (Phase.STEP, Function("accelerate/accelerator.py", names("clip_grad_norm_ clip_grad_value_ unscale_gradients"))),
     (Phase.EVAL, Function(_TRAINER, names("evaluate evaluation_loop prediction_step predict"))),
     (Phase.EVAL, Function("transformers/generation/utils.py", ("generate",))),
@@ -133,6 +135,9 @@ MARKS: tuple[tuple[Phase, Function], ...] = (
     (Phase.CHECKPOINT, Function("torch/optim/optimizer.py", ("load_state_dict",))),
 )
 """(phase, functions that run in no other). Sources: deepspeed-memory-map section 3; torch 2.11, transformers 5.17."""
+
+ZEROING = (Function("torch/optim/*.py", ("zero_grad",)), Function("accelerate/optimizer.py", ("zero_grad",)))
+"""Part of the step where it follows one or a backward; many scripts call it between forward and backward instead."""
 
 _THREAD_ROOTS = frozenset({"<module>", "_bootstrap", "_bootstrap_inner", "run", "_run_module_as_main", "_main", "main"})
 """Outermost frames of threads that run Python code of their own: the main one's, threading's."""
@@ -151,11 +156,11 @@ class StackMarks:
 
 def mark_stacks(stacks: StackTable) -> StackMarks:
     """What each stack says of the phase."""
-    index = FunctionIndex([function for _, function in MARKS])
+    index = FunctionIndex([*(function for _, function in MARKS), *ZEROING])
     frame_mark = np.full(stacks.frame_count, UNMARKED, np.uint8)
     for frame, found in enumerate(index.frames(stacks)):
         if found:
-            frame_mark[frame] = MARKS[found[0]][0]
+            frame_mark[frame] = MARKS[found[0]][0] if found[0] < len(MARKS) else CLEARING
     sides = frame_sides(stacks)
     code = np.full(len(stacks), FRAMELESS, np.uint8)
     decider = np.full(len(stacks), -1, np.int32)

@@ -20,7 +20,7 @@ from memtrace.timeline.marks import FRAMELESS, UNMARKED
 from memtrace.timeline.timeline import NO_STEP, SOURCES, Phase
 
 _PAIR = re.compile(r"\b(phase|step)=([A-Za-z0-9_-]+)")
-_OPTIMIZER = re.compile(r"Optimizer\.(?:step|zero_grad)#")
+_OPTIMIZER = re.compile(r"Optimizer\.step#")
 _PROFILER = re.compile(r"ProfilerStep#(\d+)$")
 _NAMES = {
     "init": Phase.INIT,
@@ -45,11 +45,13 @@ _MOST_STEPS = 1 << 30
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """One row an event: the step it was said to be in (-1: not said), and by whom (a code of `SOURCES`, or none)."""
+    """One row an event: the step it was said to be in (-1: not said), and by whom (a code of `SOURCES`, or none).
+    `ended`: the first events after an optimizer's step, by torch's own ranges."""
 
     step: NDArray[np.int32]
     source: NDArray[np.uint8]
     any_step: bool
+    ended: NDArray[np.int64]
 
 
 class _Range(NamedTuple):
@@ -93,16 +95,18 @@ def recorded_marks(
                 continue
             inside = np.flatnonzero(texts == text)
             _say(inside, phase, number, codes, step, source, 0)
+    ended = []
     if trace.time_us is not None:
         for one in ranges:
             low, high = np.searchsorted(trace.time_us, [one.begin_us, one.end_us], side="left")
             inside = np.arange(low, high)
             if one.is_torch:  # torch's own names add to the stacks, and do not overrule them
+                ended.append(int(high))
                 inside = inside[(codes[low:high] == UNMARKED) | (codes[low:high] == FRAMELESS)]
             _say(inside, one.phase, one.step, codes, step, source, one.source)
-    if not (source != _UNSAID).any():
+    if not ended and not (source != _UNSAID).any():
         return None
-    return Recorded(step, source, bool((step != NO_STEP).any()))
+    return Recorded(step, source, bool((step != NO_STEP).any()), np.array(sorted(ended), np.int64))
 
 
 def _say(

@@ -16,6 +16,10 @@ TRUTHS = truths.all_truths()
 SCRIPTS = {"oom", "alloc-retry", "oom-fragmented", "two-streams"}
 """A script's bare tensors: nothing says what they are for."""
 TWINS = ("llama-fsdp2", "llama-amp", "llama-lora", "gpt2-zero3", "mlp-adamw")
+MICRO = {"zero2-accum2"}
+"""Its marks count micro-batches, of which two make a step."""
+UNTIMED = {"gpt2-zero3-oom", "gpt2-eval-epochs"}
+"""Their marks say too little: the script ran out of memory before the first, or marks evaluation only."""
 HUGE = {"gpt2-zero3-700steps"}
 GiB = 1 << 30
 
@@ -57,7 +61,7 @@ def test_what_autograd_saved_is_an_activation_or_what_it_really_is(pair: tuple[P
     saved = truths.saved_blocks(snapshot, truths.saved_of(truths.truth_of(pair[1])))
     peak = snapshot.peak().event
     alive = [row for row in saved if blocks.born[row] <= peak < blocks.freed[row]]
-    assert len(saved) > 40
+    assert len(saved) > 30
     right = ("act.", "param.", "input", "buffer")
     for rows in (saved, alive):
         good = sum(int(blocks.size[row]) for row in rows if str(categories[row]).startswith(right))
@@ -96,13 +100,15 @@ def test_phases_and_steps_are_those_of_the_script(pair: tuple[Path, Path]) -> No
     for mark in truths.truth_of(pair[1])["marks"]:
         end = int(np.searchsorted(trace.time_us, mark["time_us"]))
         phase, _, step = mark["what"].partition(" ")
-        if phase in ("forward", "backward", "step") and step.isdigit():
+        after_mark = begin > 0 or "model built" in str(truths.truth_of(pair[1])["marks"][0]["what"])
+        if phase in ("forward", "backward", "step") and step.isdigit() and after_mark:
+            number = int(step) // (2 if truths.name_of(pair) in MICRO else 1)
             runs = timeline.runs(begin + np.flatnonzero(trace.action[begin:end] == 0))
             assert {PHASES[code] for code in timeline.phase[runs].tolist()} <= {phase}
-            assert set(timeline.step[runs].tolist()) <= {int(step)}
+            assert set(timeline.step[runs].tolist()) <= {number}
             checked += len(runs)
         begin = end
-    assert checked > 500 or "oom" in truths.name_of(pair)
+    assert checked > 200 or truths.name_of(pair) in UNTIMED
 
 
 @pytest.mark.parametrize("name", TWINS)

@@ -69,7 +69,7 @@ def test_the_sums_are_right(item: dict[str, Any]) -> None:
 @every_recording
 def test_the_script_that_made_it_is_here(item: dict[str, Any]) -> None:
     if not is_public(item):
-        script = re.search(r"python (\w+\.py) ", item["made"])
+        script = re.search(r"python ([\w/]+\.py) ", item["made"])
         assert script, "`made` names a script"
         assert (FIXTURES / "make" / script[1]).is_file()
 

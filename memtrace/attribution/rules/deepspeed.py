@@ -385,6 +385,14 @@ RULES: tuple[Rule, ...] = (
         label="flags and norms",
         note="Scalars that ZeRO's optimizers keep: norms, overflow flags.",
     ),
+    Rule(
+        id="deepspeed.optimizer.flags",
+        category="optim.temp",
+        where=Function("deepspeed/ops/*/*.py", ("__init__",)),
+        rank=Rank.LAST,
+        label="flags and norms",
+        note="Scalars that DeepSpeed's optimizers keep: overflow flags.",
+    ),
     # All stages.
     Rule(
         id="deepspeed.init-gradients",
@@ -489,6 +497,7 @@ RULES: tuple[Rule, ...] = (
         id="deepspeed.fp16.setup",
         category="param.master",
         where=Function(_FUSED, ("__init__",)),
+        rank=Rank.FALLBACK,
         sites=(
             Site("param.full", "flat 16-bit parameters", lines("64 77 91 94")),
             Site("param.master", "", lines("70 83 97 100")),
@@ -523,6 +532,7 @@ RULES: tuple[Rule, ...] = (
         id="deepspeed.bf16.setup",
         category="param.master",
         where=Function(_BF16, ("_setup_for_real_optimizer",)),
+        rank=Rank.FALLBACK,
         sites=(
             Site("param.full", "flat 16-bit parameters", lines("101-102 105-106 140-144 151-152 166-167")),
             Site("param.master", "", lines("118 122 156-159 167 182")),

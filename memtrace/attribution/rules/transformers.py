@@ -43,6 +43,14 @@ RULES: tuple[Rule, ...] = (
         note="from_pretrained.",
     ),
     Rule(
+        id="transformers.constructor",
+        category="param.full",
+        where=Function("transformers/models/*/modeling_*.py", ("__init__",)),
+        rank=Rank.LAST,
+        label="made by a model's constructor",
+        note="A model made on the device: parameters that it makes itself, and its buffers.",
+    ),
+    Rule(
         id="transformers.trainer.inputs",
         category="input",
         where=Function("transformers/trainer.py", ("_prepare_input", "_prepare_inputs")),

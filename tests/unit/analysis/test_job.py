@@ -25,14 +25,19 @@ def check(job: Job | None, truth: Path) -> None:
     args = made["args"]
     assert job is not None
     assert job.stage == args["stage"]
-    assert job.world == (args["world"] if args["stage"] else None)
-    assert job.params == made["params"]
+    if "offload" in truth.name:  # fp32 masters are on the CPU: no size tells the ranks
+        assert job.world is None
+        assert job.params in (made["params"], None)
+    else:
+        assert job.world == (args["world"] if args["stage"] else None)
+        assert job.params == made["params"]
     assert job.dtype in (args["dtype"], "16-bit")
     assert job.param_bytes == 2
     assert set(job.sources) == {"stage", "world", "params", "dtype", "optimizer"}
     assert all(job.sources.values())
     if job.optimizer is not None:
-        assert (job.optimizer, job.state_bytes) == ("Adam", 8)
+        assert job.optimizer in ("Adam", "FusedAdam")
+        assert job.state_bytes == 8
 
 
 @pytest.mark.parametrize("name", ZERO)

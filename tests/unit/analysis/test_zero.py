@@ -12,7 +12,8 @@ from memtrace.analysis.zero import Comparison, Given, Line, compare, notices, pl
 from memtrace.attribution.theory import STATES
 from memtrace.errors import QuestionError
 
-ZERO = [name for name in fixture_names() if "zero" in name]
+OFFLOADED = [name for name in fixture_names() if "offload" in name]
+ZERO = [name for name in fixture_names() if "zero" in name and name not in OFFLOADED]
 SHARED = [path for path, _ in shared_snapshots() if "zero" in path.name]
 OPT = [path for path in SHARED if path.name.startswith("opt13b")]
 REPORT = [path for path in OPT if path.name == "opt13b-zero3-deepspeed0.18.9.pickle.xz"]
@@ -45,6 +46,16 @@ def check(answer: Comparison, tolerance: float = 0.005) -> None:
 @pytest.mark.parametrize("name", ZERO)
 def test_states_are_what_theory_says(name: str, at: str) -> None:
     check(compared(snapshot_path(name), at))
+
+
+@pytest.mark.parametrize("at", ["peak", "end"])
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_what_is_offloaded_is_not_guessed(name: str, at: str) -> None:
+    answer = compared(snapshot_path(name), at)
+    assert answer.setup is None
+    assert answer.lacking
+    assert sum(line.measured_bytes for line in answer.lines) + answer.residual_bytes == answer.peak_bytes
+    assert compared(snapshot_path(name), at, Given(params=74_324_736, world=8)).params == 74_324_736
 
 
 @pytest.mark.slow

@@ -197,3 +197,72 @@ def test_every_way_of_recording_has_a_timeline_that_covers_it(context: str | Non
     assert timeline.start[0] == 0
     assert (np.diff(timeline.start) > 0).all()
     assert snapshot.blame().total_bytes == sum(row.bytes for row in snapshot.blame().rows)
+
+
+ZERO_GRAD = "torch/optim/optimizer.py:990 zero_grad; train.py:12 <module>"
+
+
+def recorded_with_all_stacks() -> Job:
+    """A job recorded with context="all": frees have stacks of their own."""
+    return Job(SnapshotBuilder(context="all"))
+
+
+def free_with(job: Job, stack: str, *handles: int) -> None:
+    for handle in handles:
+        job.builder.free(job.addresses[handle], stack=chain(stack))
+
+
+def test_gradients_cleared_between_forward_and_backward_are_no_step(tmp_path: Path) -> None:
+    job = recorded_with_all_stacks()
+    gradients: list[int] = []
+    for _ in range(3):
+        job.alloc(MODULE)
+        free_with(job, ZERO_GRAD, *gradients)
+        job.alloc(START)
+        gradients = [job.alloc(None)]
+        job.step()
+    phases = [phase for phase, _ in phases_of(job, tmp_path)]
+    assert phases == ["forward", "backward", "backward", "step"] * 3
+    assert [step for _, step in phases_of(job, tmp_path)] == [step for step in range(3) for _ in range(4)]
+
+
+def test_an_optimizer_that_allocates_nothing_is_told_by_the_gradients_it_clears(tmp_path: Path) -> None:
+    for between in (True, False):
+        job = recorded_with_all_stacks()
+        gradients: list[int] = []
+        for _ in range(3):
+            job.alloc(MODULE)
+            if between:
+                free_with(job, ZERO_GRAD, *gradients)
+            job.alloc(START)
+            gradients = [job.alloc(None)]
+            if not between:
+                free_with(job, ZERO_GRAD, *gradients)
+        steps = [step for _, step in phases_of(job, tmp_path)]
+        assert steps == [step for step in range(3) for _ in range(3)]
+
+
+def test_accumulation_with_such_an_optimizer(tmp_path: Path) -> None:
+    job = recorded_with_all_stacks()
+    gradients: list[int] = []
+    for _ in range(2):
+        for micro in range(3):
+            job.alloc(MODULE)
+            if not micro:
+                free_with(job, ZERO_GRAD, *gradients)
+            job.alloc(START)
+            gradients = [job.alloc(None)]
+    assert [step for _, step in phases_of(job, tmp_path)] == [0] * 9 + [1] * 9
+
+
+def test_a_range_of_torchs_without_events_ends_a_step_too(tmp_path: Path) -> None:
+    job = Job()
+    for _ in range(3):
+        job.alloc(MODULE)
+        job.alloc(START)
+        job.builder.annotation("Optimizer.step#SGD.step", "START").annotation("Optimizer.step#SGD.step", "END")
+    for _ in range(2):
+        job.alloc(MODULE)
+        job.alloc(START)
+    steps = [step for _, step in phases_of(job, tmp_path)]
+    assert steps == [0, 0, 1, 1, 2, 2, 3, 3, 3, 3]
