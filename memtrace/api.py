@@ -35,12 +35,13 @@ from memtrace.units import format_bytes, plural
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from memtrace.analysis.given import Given
     from memtrace.analysis.info import DeviceInfo
     from memtrace.analysis.job import Job
     from memtrace.analysis.tree import CallTree
     from memtrace.analysis.verify import Verdict
     from memtrace.analysis.why import Why
-    from memtrace.analysis.zero import Comparison, Given
+    from memtrace.analysis.zero import Comparison
     from memtrace.attribution.rule import Rule
     from memtrace.attribution.user_rules import RulesLike, UserRules
     from memtrace.io.read import Progress

@@ -14,7 +14,7 @@ from memtrace.cli.options import Common
 from memtrace.errors import QuestionError
 
 if TYPE_CHECKING:
-    from memtrace.analysis.zero import Given
+    from memtrace.analysis.given import Given
     from memtrace.api import Snapshot
 
 EXAMPLES = """\b
@@ -89,7 +89,7 @@ def command(
 
 def _given(config: Path | None, model_config: Path | None, **said: Any) -> Given:
     """Flags, then the model's configuration, then DeepSpeed's."""
-    from memtrace.analysis.zero import Given, read_config
+    from memtrace.analysis.given import Given, read_config
     from memtrace.attribution.theory import OPTIMIZER_BYTES
 
     name = said["optimizer"]

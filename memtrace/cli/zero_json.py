@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from memtrace.analysis.zero import Comparison, Given
+from memtrace.analysis.given import Given
+from memtrace.analysis.zero import Comparison
 from memtrace.api import Snapshot
 from memtrace.attribution.theory import Setup, StagePlan, Term
 from memtrace.cli import output

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from memtrace.analysis.zero import ROUNDING, Comparison, Given, Line
+from memtrace.analysis.given import Given
+from memtrace.analysis.zero import ROUNDING, Comparison, Line
 from memtrace.api import Snapshot
 from memtrace.attribution.theory import ORDER, Setup, StagePlan, When, step_moments, terms, total
 from memtrace.cli.options import Common

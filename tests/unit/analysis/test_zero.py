@@ -8,7 +8,8 @@ import pytest
 from recordings import fixture_names, shared_snapshots, snapshot_path
 
 import memtrace
-from memtrace.analysis.zero import Comparison, Given, Line, compare, notices, planned, read_config
+from memtrace.analysis.given import Given, read_config
+from memtrace.analysis.zero import Comparison, Line, compare, notices, planned
 from memtrace.attribution.theory import STATES
 from memtrace.errors import QuestionError
 
