@@ -21,6 +21,9 @@ KEPT_TO_STEP = "kept until the step"
 _PERSISTENCE_BYTES = 400_000
 _LARGEST_GROUP, _MOST_LEFT = 256, 20_000
 """How many parameters one buffer may hold, and how many blocks are looked at one by one."""
+_KEPT_BYTES, _IN_USE_BYTES = 3_000_000_000, 1_000_000_000
+"""What `stage3_max_live_parameters` and `stage3_max_reuse_distance` may keep by default in forward, together; and
+more than a module's own parameters with those that are prefetched for the next ones."""
 _REUSE_BYTES = 1_000_000_000
 """What `stage3_max_reuse_distance` may keep by default: half of 1e9 elements of 2 bytes."""
 
@@ -116,6 +119,17 @@ def _by_life(draft: Draft, context: Context, rows: Rows) -> None:
     retained = held & _gathered_again(context, rows, held, phase, timeline.step[run])
     draft.decide(rows[retained], "param.retained", label=RETAINED)
     draft.relabel(rows[held & ~retained], KEPT)
+    _in_a_forward_cut_short(draft, context, rows[(phase == Phase.FORWARD) & (backward == NEVER)])
+
+
+def _in_a_forward_cut_short(draft: Draft, context: Context, rows: Rows) -> None:
+    """Out of memory before any backward: more is gathered and held than DeepSpeed's own limits let it keep. What was
+    gathered last is in use; what lies further back was let go of by DeepSpeed, and by nobody else."""
+    alive = rows[(context.freed[rows] > context.until)]
+    alive = alive[np.argsort(-context.born[alive], kind="stable")]
+    so_far = np.cumsum(context.requested[alive])
+    if len(alive) and so_far[-1] > _KEPT_BYTES:
+        draft.decide(alive[so_far > _IN_USE_BYTES], "param.retained", label=RETAINED)
 
 
 def _largest_persistent(draft: Draft, context: Context) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from stacks import BACKWARD, CALL, MODULE, SCRIPT, STEP, Job, MiB
+from stacks import BACKWARD, CALL, MODULE, SCRIPT, STEP, Job, MiB, chain
 
 RELEASES = ("0.9.4", "0.12.6", "0.14.5", "0.15.4", "0.16.9", "0.17.6", "0.18.9", "0.19.8")
 ZERO = "deepspeed/runtime/zero"
@@ -360,3 +360,15 @@ def test_the_library_itself_is_known_wherever_it_is_installed(folder: str, tmp_p
         f"{path.replace('/', chr(92)) if chr(92) in folder else path}:1170 _create_fp32_partitions; train.py:1 <module>"
     )
     assert job.categories(tmp_path) == ["param.master"]
+
+
+@pytest.mark.parametrize(("count", "retained"), [(2, 0), (12, 10)])
+def test_out_of_memory_in_forward_with_more_gathered_than_deepspeed_keeps(
+    count: int, retained: int, tmp_path: Path
+) -> None:
+    job = Job()
+    for _ in range(count):
+        job.alloc(gather(317), 400 * MiB)
+    job.builder.oom(512 * MiB, stack=chain(gather(317)))
+    found = job.categories(tmp_path)
+    assert found == ["param.retained"] * retained + ["param.gathered"] * (count - retained)
