@@ -49,7 +49,16 @@ def library_path(frames: Sequence[Frame]) -> list[Frame]:
 
 def display_frame(frame: Frame) -> str:
     """`torch/optim/adam.py:791 _multi_tensor_adam`, made harmless."""
-    place = f"{short_path(frame.filename)}:{frame.line}" if frame.line else short_path(frame.filename)
+    return _display(frame, short_path(frame.filename))
+
+
+def display_frame_briefly(frame: Frame) -> str:
+    """`optim/adam.py:791 _multi_tensor_adam`: no more of the path than its last two parts."""
+    return _display(frame, "/".join(short_path(frame.filename).split("/")[-2:]))
+
+
+def _display(frame: Frame, path: str) -> str:
+    place = f"{path}:{frame.line}" if frame.line else path
     return printable(f"{place} {frame.name}".strip())
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from memtrace.analysis.blame import Blame, Row
 from memtrace.analysis.cause import main_cause
-from memtrace.analysis.frames import display_frame, library_path, own_frames
+from memtrace.analysis.frames import display_frame, display_frame_briefly, library_path, own_frames
 from memtrace.api import Snapshot
 from memtrace.attribution import REASON_TEXT, Reason
 from memtrace.attribution.rule import BY_TEXT, By
@@ -200,7 +200,8 @@ class Report:
             return _NO_PYTHON if row.category in ("bwd.temp", "grad.full", "grad.partition") else ""
         if chosen is None or side_of(chosen.filename) == Side.CPP:
             chosen = (library_path(frames) or own_frames(frames) or [*frames])[0]
-        return display_frame(chosen) if chosen == row.dominator else f"mostly {display_frame(chosen)}"
+        text = display_frame_briefly(chosen)
+        return text if chosen == row.dominator else f"mostly {text}"
 
     def _stack(self, answer: Blame, row: Row) -> str:
         """A stack in a few lines: the program's own frames, and the libraries' folded to the telling ones."""
