@@ -13,7 +13,7 @@ from memtrace.attribution.rule import By, Rank, Rule, Site
 from memtrace.attribution.rules.cpp import CPP
 from memtrace.model import StackTable
 from memtrace.places import Side, is_plumbing, parts_of
-from memtrace.timeline.callsites import Function, FunctionIndex, frame_sides, python_depth
+from memtrace.timeline.callsites import Function, FunctionIndex, any_in_stack, frame_sides, python_depth
 
 NO_RULE = -1
 _SCALAR = 16
@@ -159,29 +159,21 @@ def match_stacks(stacks: StackTable, rules: Sequence[Rule], blocks: Lifetimes) -
         python=python_depth(stacks, matcher.sides),
         autocast=_with_name(stacks, matcher.sides, _AUTOCAST),
         is_linear=_linear(matcher),
-        has_cpp=_any_in_stack(stacks, matcher.sides == Side.CPP),
+        has_cpp=any_in_stack(stacks, matcher.sides == Side.CPP),
         site_lines=lines,
     )
 
 
 def _with_candidates(stacks: StackTable, wanted: NDArray[np.bool_]) -> Iterator[tuple[int, list[int]]]:
     """The stacks that have at least one frame that some rule knows."""
-    for stack in np.flatnonzero(_any_in_stack(stacks, wanted)).tolist():
+    for stack in np.flatnonzero(any_in_stack(stacks, wanted)).tolist():
         yield stack, stacks.ids(stack).tolist()
-
-
-def _any_in_stack(stacks: StackTable, of_frame: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """For each stack whether any of its frames is marked."""
-    if not len(stacks.frame_ids):
-        return np.zeros(len(stacks), np.bool_)
-    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(of_frame[stacks.frame_ids])])
-    return np.asarray(np.diff(counts[stacks.offsets]) > 0)
 
 
 def _with_name(stacks: StackTable, sides: NDArray[np.uint8], needle: str) -> NDArray[np.bool_]:
     """For each stack whether a C++ frame's name has `needle` in it."""
     named = [name for name in np.unique(stacks.name[sides == Side.CPP]).tolist() if needle in stacks.strings[name]]
-    return _any_in_stack(stacks, np.isin(stacks.name, named) & (sides == Side.CPP))
+    return any_in_stack(stacks, np.isin(stacks.name, named) & (sides == Side.CPP))
 
 
 _PRODUCTS = (
@@ -199,7 +191,7 @@ def _linear(matcher: _Matcher) -> NDArray[np.bool_]:
     marked = np.fromiter((bool(one) for one in found), np.bool_, len(found))
     stacks = matcher.stacks
     inner = np.zeros(len(stacks), np.bool_)
-    for stack in np.flatnonzero(_any_in_stack(stacks, marked)).tolist():
+    for stack in np.flatnonzero(any_in_stack(stacks, marked)).tolist():
         for frame in stacks.ids(stack).tolist():
             if marked[frame] or not matcher.plumbing[frame]:
                 inner[stack] = marked[frame]

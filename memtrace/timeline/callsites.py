@@ -69,3 +69,11 @@ def python_depth(stacks: StackTable, sides: NDArray[np.uint8]) -> NDArray[np.int
     """How many Python frames each stack has."""
     python = np.concatenate([np.zeros(1, np.int64), np.cumsum(sides[stacks.frame_ids] != Side.CPP)])
     return np.asarray(np.diff(python[stacks.offsets]), np.int64)
+
+
+def any_in_stack(stacks: StackTable, of_frame: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """For each stack whether any of its frames is marked."""
+    if not len(stacks.frame_ids):
+        return np.zeros(len(stacks), np.bool_)
+    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(of_frame[stacks.frame_ids])])
+    return np.asarray(np.diff(counts[stacks.offsets]) > 0)

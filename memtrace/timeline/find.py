@@ -22,6 +22,8 @@ from memtrace.timeline.recorded import Recorded, recorded_marks
 from memtrace.timeline.timeline import NEVER, NO_STEP, SOURCES, Phase, Timeline
 
 _RECORDED, _ANNOTATIONS, _STACKS, _RHYTHM = range(len(SOURCES))
+_LEFT_OVER = 0.02
+"""A call whose remains at backward are below this share of another's was not made for it."""
 
 
 @dataclass(slots=True)
@@ -59,7 +61,7 @@ def timeline_of(data: SnapshotData, device: int, lifetimes: Lifetimes, recorded:
     runs = _runs_of(codes, trace)
     if len(runs.kind):
         runs = _split_where_stacks_recur(runs, codes, trace)
-        runs = _between_marks(_frameless(runs))
+        runs = _between_marks(_calls_for_evaluation(_frameless(runs), lifetimes, marks, trace))
         if not trace.device_free:
             runs = _evaluation_only(runs, codes)
         runs.start[0] = 0
@@ -146,6 +148,35 @@ def _frameless(runs: _Runs) -> _Runs:
     return replace(runs, kind=found).joined()[0]
 
 
+def _calls_for_evaluation(runs: _Runs, lifetimes: Lifetimes, marks: StackMarks, trace: Trace) -> _Runs:
+    """Of several calls of a model before one backward, those that leave nothing for it; and those after the last one.
+
+    Calls are told apart by what the script does between them. A job that ran out of memory may have meant to go on.
+    """
+    kind = runs.kind.copy()
+    starts = np.flatnonzero(kind == Phase.BACKWARD)
+    if not len(starts) or not (kind == UNMARKED).any():
+        return runs
+    bounds = np.append(runs.start, len(trace))
+    gathers = np.append(marks.gathers, False)
+    first = 0
+    for end in [*starts.tolist(), len(kind)]:
+        calls = first + np.flatnonzero(kind[first:end] == Phase.FORWARD)
+        first = end + 1
+        if len(calls) < 2 or (end == len(kind) and trace.device_free):
+            continue
+        if end == len(kind):
+            kind[calls] = Phase.EVAL
+            continue
+        at = int(runs.start[end])
+        alive = np.flatnonzero((lifetimes.born >= bounds[calls[0]]) & (lifetimes.born < at) & (lifetimes.freed >= at))
+        alive = alive[~gathers[lifetimes.stack[alive]]]
+        place = np.searchsorted(runs.start, lifetimes.born[alive], side="right") - 1
+        left = np.bincount(place, weights=lifetimes.size[alive], minlength=len(kind))[calls]
+        kind[calls[left < _LEFT_OVER * left.max()]] = Phase.EVAL
+    return replace(runs, kind=kind)
+
+
 def _clearing(kind: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Clearing gradients after backward or the step ends a step; before it, it belongs to what went before."""
     before = np.concatenate([[np.uint8(UNMARKED)], kind[:-1]])
@@ -174,7 +205,7 @@ def _between(before: int, after: int) -> int:
     """The phase of a run of Python stacks that say nothing, by the phases around it."""
     if after == Phase.FORWARD or (after == Phase.BACKWARD and before != Phase.EVAL):
         return Phase.FORWARD
-    if after == Phase.EVAL and before in (UNMARKED, Phase.INIT, Phase.STEP, Phase.CHECKPOINT):
+    if after == Phase.EVAL and before != Phase.FORWARD:
         return Phase.EVAL
     if before == UNMARKED:
         return after if after in (Phase.INIT, Phase.CHECKPOINT) else Phase.OTHER

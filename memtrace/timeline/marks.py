@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from memtrace.model import StackTable
 from memtrace.places import Side
-from memtrace.timeline.callsites import Function, FunctionIndex, frame_sides, names
+from memtrace.timeline.callsites import Function, FunctionIndex, any_in_stack, frame_sides, names
 from memtrace.timeline.timeline import Phase
 
 UNMARKED = 7
@@ -139,6 +139,13 @@ MARKS: tuple[tuple[Phase, Function], ...] = (
 ZEROING = (Function("torch/optim/*.py", ("zero_grad",)), Function("accelerate/optimizer.py", ("zero_grad",)))
 """Part of the step where it follows one or a backward; many scripts call it between forward and backward instead."""
 
+GATHERING = (
+    Function("deepspeed/runtime/zero/partition_parameters.py"),
+    Function("torch/distributed/fsdp/_fully_shard/_fsdp_param.py"),
+    Function("torch/distributed/fsdp/_flat_param.py"),
+)
+"""Where sharded parameters are put together."""
+
 _THREAD_ROOTS = frozenset({"<module>", "_bootstrap", "_bootstrap_inner", "run", "_run_module_as_main", "_main", "main"})
 """Outermost frames of threads that run Python code of their own: the main one's, threading's."""
 
@@ -148,10 +155,12 @@ _BACKWARD_FUNCTION = Function("torch/autograd/function.py", ("apply",))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackMarks:
-    """One row a stack: its `Phase` code, or UNMARKED or FRAMELESS; and the frame that told (-1: none)."""
+    """One row a stack: its `Phase` code, or UNMARKED or FRAMELESS; the frame that told (-1: none); whether it gathers
+    a parameter, which any forward may do for another."""
 
     code: NDArray[np.uint8]
     frame: NDArray[np.int32]
+    gathers: NDArray[np.bool_]
 
 
 def mark_stacks(stacks: StackTable) -> StackMarks:
@@ -161,6 +170,7 @@ def mark_stacks(stacks: StackTable) -> StackMarks:
     for frame, found in enumerate(index.frames(stacks)):
         if found:
             frame_mark[frame] = MARKS[found[0]][0] if found[0] < len(MARKS) else CLEARING
+    gathering = np.array([bool(found) for found in FunctionIndex(GATHERING).frames(stacks)], np.bool_)
     sides = frame_sides(stacks)
     code = np.full(len(stacks), FRAMELESS, np.uint8)
     decider = np.full(len(stacks), -1, np.int32)
@@ -178,7 +188,7 @@ def mark_stacks(stacks: StackTable) -> StackMarks:
         code[stack], told = _outermost(marks)
         decider[stack] = frames[told] if told >= 0 else -1
     _mark_autograd_thread(stacks, code, roots)
-    return StackMarks(code, decider)
+    return StackMarks(code, decider, any_in_stack(stacks, gathering))
 
 
 def _outermost(marks: NDArray[np.uint8]) -> tuple[int, int]:

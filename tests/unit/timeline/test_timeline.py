@@ -266,3 +266,37 @@ def test_a_range_of_torchs_without_events_ends_a_step_too(tmp_path: Path) -> Non
         job.alloc(START)
     steps = [step for _, step in phases_of(job, tmp_path)]
     assert steps == [0, 0, 1, 1, 2, 2, 3, 3, 3, 3]
+
+
+def call(job: Job, *, saves: bool) -> list[int]:
+    """The model called on a batch; what it makes is kept for backward or not."""
+    blocks = [job.alloc("train.py:5 <module>"), job.alloc(MODULE)]
+    if not saves:
+        job.free(*blocks)
+        return []
+    return blocks
+
+
+def test_calls_that_leave_nothing_for_backward_are_evaluation(tmp_path: Path) -> None:
+    job = Job()
+    for _ in range(2):
+        saved = call(job, saves=True)
+        job.alloc(START)
+        job.free(*saved)
+        job.step()
+        for _ in range(2):
+            call(job, saves=False)
+    found = phases_of(job, tmp_path)
+    assert [phase for phase, _ in found] == (["forward"] * 2 + ["backward", "step"] + ["eval"] * 4) * 2
+    assert {step for phase, step in found if phase == "eval"} == {None}
+    assert found[8] == ("forward", 1)
+
+
+def test_several_calls_before_one_backward_that_all_save_are_forward(tmp_path: Path) -> None:
+    job = Job()
+    for _ in range(2):
+        saved = [*call(job, saves=True), *call(job, saves=True)]
+        job.alloc(START)
+        job.free(*saved)
+        job.step()
+    assert [phase for phase, _ in phases_of(job, tmp_path)] == (["forward"] * 4 + ["backward", "step"]) * 2
