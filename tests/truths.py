@@ -46,6 +46,7 @@ _RIGHT = {
     "fp32_groups_gradient_flat_partition": "grad.fp32",
     "fp32_groups_flat_partition.grad": "grad.fp32",
     "non_expert_gradients": "grad.fp32",
+    "fp32_groups": "param.master",
     "buffer": "buffer param.full",
     "_global_grad_norm": "optim.temp",
     "inf_or_nan_tracker": "optim.temp",

@@ -294,11 +294,13 @@ def _wrapper(seen: _Seen, stage: int | None) -> Wrapper:
 
 
 def _offloads(seen: _Seen) -> bool:
-    """Whether gradients are sent to the CPU, or room for that was made."""
+    """Of a job without lasting masters: whether gradients are sent to the CPU, or room for that was made, or it was
+    recorded while it set up its buffers, and so would have shown masters."""
     if len(seen.by_rule("deepspeed.zero12.offload", "deepspeed.zero3.offload-gradients")):
         return True
     buckets = seen.in_category("grad.bucket")
-    return bool((seen.labels(buckets) == "offload staging").any())
+    setup = seen.by_rule("deepspeed.zero3.setup", "deepspeed.zero12.setup", "deepspeed.zero12.flat")
+    return bool((seen.labels(buckets) == "offload staging").any() or (seen.born[setup] >= 0).any())
 
 
 def _flat_bytes(seen: _Seen, stage: int | None, wrapper: Wrapper) -> list[int]:

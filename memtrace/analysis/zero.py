@@ -365,7 +365,7 @@ def _backward_so_far(setup: Setup, held: _Held, found: Mapping[str, Term]) -> di
     term = found[zero.GRADIENTS]
     if setup.stage == 2 and not owned:
         changed[zero.GRADIENTS] = replace(term, kept=0, why="No gradient of this rank's own is ready yet.")
-    if setup.stage == 1 and setup.wrapper is Wrapper.ZERO and not bucket and not owned:
+    if setup.stage == 1 and setup.wrapper is Wrapper.ZERO and not owned:
         why = "All gradients wait in backward until the last is there; these are those made so far."
         changed[zero.GRADIENTS] = replace(term, kept=None, why=why)
     if not bucket and zero.BUCKET in found:

@@ -8,7 +8,15 @@ from memtrace.attribution.draft import Draft, Rows
 from memtrace.attribution.lives import Context
 from memtrace.attribution.matcher import NO_RULE
 from memtrace.attribution.rule import By, Rank
-from memtrace.attribution.rules.torch import CAPTURED, CAST, KEPT_BUFFER, PRIOR_BUCKET, PRIOR_MASTER, WORKSPACE
+from memtrace.attribution.rules.torch import (
+    CAPTURED,
+    CAST,
+    KEPT_BUFFER,
+    OWN_PARAMETER,
+    PRIOR_BUCKET,
+    PRIOR_MASTER,
+    WORKSPACE,
+)
 from memtrace.model import Action, SnapshotData
 from memtrace.timeline import Phase
 
@@ -27,6 +35,7 @@ def decide(draft: Draft, context: Context, data: SnapshotData) -> None:
     _autocast(draft, context)
     _buffers(draft, context)
     _captured(draft, context, data)
+    _own_parameters(draft, context)
     _prior(draft, context)
 
 
@@ -123,6 +132,18 @@ def _captured(draft: Draft, context: Context, data: SnapshotData) -> None:
     rows = np.flatnonzero(np.isin(pool, of_graphs) & (draft.category != compiled))
     rows = rows[draft.category[rows] != draft.code("workspace")]
     draft.apply(rows, CAPTURED)
+
+
+def _own_parameters(draft: Draft, context: Context) -> None:
+    """A script's own tensors, set up before the first forward, that gradients are made for."""
+    timeline = context.timeline
+    steps = timeline.start[timeline.phase == Phase.STEP]
+    if not len(steps):
+        return
+    rows = np.flatnonzero((draft.rule == NO_RULE) & (context.born >= 0) & (context.phase == Phase.INIT))
+    rows = rows[context.freed[rows] > steps[-1]]
+    gradients = np.unique(context.requested[draft.category == draft.code("grad.full")])
+    draft.apply(rows[np.isin(context.requested[rows], gradients)], OWN_PARAMETER)
 
 
 def _prior(draft: Draft, context: Context) -> None:

@@ -101,7 +101,7 @@ def _stage(at: dict[Function, set[int]], verdicts: StackVerdicts, rules: Sequenc
             return 2, "zero/stage_1_and_2.py: gradients are reduced while backward runs"
         return None, "frames of zero/stage_1_and_2.py"
     if at[_BF16]:
-        return 1, "BF16_Optimizer, which divides the optimizer's states as stage 1 does"
+        return 1, "BF16_Optimizer divides states as stage 1 does, also where the configuration says 0"
     return 0, "frames of DeepSpeed's engine, none of ZeRO's"
 
 

@@ -30,6 +30,32 @@ _STAGE12 = "deepspeed/runtime/zero/stage_1_and_2.py"
 _STAGE3 = "deepspeed/runtime/zero/stage3.py"
 _TRAINER = "transformers/trainer.py"
 
+LOSSES = (
+    "cross_entropy",
+    "linear_cross_entropy",
+    "nll_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "kl_div",
+    "ctc_loss",
+    "poisson_nll_loss",
+    "gaussian_nll_loss",
+    "margin_ranking_loss",
+    "hinge_embedding_loss",
+    "cosine_embedding_loss",
+    "triplet_margin_loss",
+    "triplet_margin_with_distance_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+    "soft_margin_loss",
+)
+"""Functions of torch.nn.functional that make a loss."""
+
 MARKS: tuple[tuple[Phase, Function], ...] = (
     (Phase.INIT, Function("deepspeed/__init__.py", ("initialize", "init_inference"))),
     (Phase.INIT, Function("deepspeed/runtime/zero/partition_parameters.py", ("wrapper", "_post_init_method"))),
@@ -43,6 +69,7 @@ MARKS: tuple[tuple[Phase, Function], ...] = (
     (Phase.INIT, Function("torch/distributed/fsdp/_fully_shard/_fully_shard.py", ("fully_shard",))),
     (Phase.INIT, Function("accelerate/accelerator.py", ("prepare",))),
     (Phase.FORWARD, Function("torch/nn/modules/module.py", names("_call_impl _wrapped_call_impl inner"))),
+    (Phase.FORWARD, Function("torch/nn/functional.py", LOSSES)),
     (Phase.FORWARD, Function(_ENGINE, ("forward",))),
     (Phase.FORWARD, Function("deepspeed/runtime/pipe/engine.py", ("_exec_forward_pass", "_exec_load_micro_batch"))),
     (Phase.BACKWARD, Function("torch/_tensor.py", ("backward",))),

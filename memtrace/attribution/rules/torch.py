@@ -4,35 +4,10 @@ from __future__ import annotations
 
 from memtrace.attribution.rule import By, Rank, Rule, Site
 from memtrace.timeline.callsites import Function, names
+from memtrace.timeline.marks import LOSSES
 
 _MODULE = "torch/nn/modules/module.py"
 _CHECKPOINT = "torch/utils/checkpoint.py"
-
-LOSSES = (
-    "cross_entropy",
-    "linear_cross_entropy",
-    "nll_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "kl_div",
-    "ctc_loss",
-    "poisson_nll_loss",
-    "gaussian_nll_loss",
-    "margin_ranking_loss",
-    "hinge_embedding_loss",
-    "cosine_embedding_loss",
-    "triplet_margin_loss",
-    "triplet_margin_with_distance_loss",
-    "multi_margin_loss",
-    "multilabel_margin_loss",
-    "multilabel_soft_margin_loss",
-    "soft_margin_loss",
-)
-"""Functions of torch.nn.functional that make a loss."""
 
 MODULE_CALL = Function(_MODULE, names("_call_impl _wrapped_call_impl inner"))
 
@@ -41,6 +16,7 @@ RULES: tuple[Rule, ...] = (
         id="torch.module.apply",
         category="param.full",
         where=Function(_MODULE, ("_apply",)),
+        child=(Function(_MODULE, ("convert", "<lambda>")),),
         sites=(
             Site("param.full", "", ((964, 965),)),
             Site("grad.full", "", ((1008, 1009),), optional=True),
@@ -48,6 +24,13 @@ RULES: tuple[Rule, ...] = (
         ),
         gap=6,
         note="Module.to, .cuda, .half and their like: first parameters, then their gradients, last buffers.",
+    ),
+    Rule(
+        id="torch.module.apply-other",
+        category="param.full",
+        where=Function("torch/nn/modules/*.py", ("_apply", "flatten_parameters")),
+        rank=Rank.FALLBACK,
+        note="Parameters that Module._apply hands to a function of the caller's own, or that RNNs flatten.",
     ),
     Rule(
         id="torch.module.load",
@@ -296,6 +279,12 @@ KEPT_BUFFER = Rule(
     label="kept by a module",
     note="Made in the first forward only, at a place that later forwards pass without making it again, and kept.",
 )
+OWN_PARAMETER = Rule(
+    id="script.parameter",
+    category="param.full",
+    where=Function("*", ()),
+    note="Made by the script itself before the first forward, alive in every step, and of the size of a gradient.",
+)
 PRIOR_BUCKET = Rule(
     id="deepspeed.prior.bucket",
     category="grad.bucket",
@@ -335,6 +324,7 @@ DERIVED: tuple[Rule, ...] = (
     OWN_LOGITS,
     CAPTURED,
     KEPT_BUFFER,
+    OWN_PARAMETER,
     PRIOR_BUCKET,
     PRIOR_MASTER,
     RECORDED_ROLE,

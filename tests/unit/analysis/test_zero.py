@@ -53,10 +53,11 @@ def test_states_are_what_theory_says(name: str, at: str) -> None:
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_what_is_offloaded_is_not_guessed(name: str, at: str) -> None:
     answer = compared(snapshot_path(name), at)
-    assert answer.setup is None
-    assert answer.lacking
+    assert (answer.setup is None) == bool(answer.lacking)
+    assert all(line.implementation_bytes in (0, None) for line in answer.lines if line.name in ("masters", "moments"))
     assert sum(line.measured_bytes for line in answer.lines) + answer.residual_bytes == answer.peak_bytes
-    assert compared(snapshot_path(name), at, Given(params=74_324_736, world=8)).params == 74_324_736
+    given = compared(snapshot_path(name), at, Given(params=74_324_736, world=8))
+    assert (given.params, given.world) == (74_324_736, 8)
 
 
 @pytest.mark.slow
