@@ -213,8 +213,8 @@ def _sites(
         members = (rule == index) & (largest > _SCALAR)
         places, certain = sites_of_lines(sorted(set(line[members].tolist())), rules[index].sites, rules[index].gap)
         seen[index] = places
-        for number, place in places.items():
-            site[members & (line == number)] = place
+        rows = np.flatnonzero(members)
+        site[rows] = [places[number] for number in line[rows].tolist()]
         sure[members] = certain
     return site, sure, seen
 

@@ -108,13 +108,15 @@ def _given(config: Path | None, model_config: Path | None, **said: Any) -> Given
 
 
 def _text(path: Path) -> str:
-    from memtrace.errors import TooLargeError
+    from memtrace.errors import SourceError, TooLargeError
     from memtrace.io.opening import read_small
 
     try:
         return read_small(str(path), _MAX_CONFIG_BYTES).decode("utf-8-sig")
     except TooLargeError as error:
         raise QuestionError(f"{path} is too large for a configuration") from error
+    except SourceError as error:
+        raise QuestionError(error.message, hint="A configuration is a JSON file.") from error
     except UnicodeDecodeError as error:
         raise QuestionError(f"{path} is not text", hint="A configuration is a JSON file in UTF-8.") from error
 

@@ -137,7 +137,7 @@ def test_a_broken_configuration_is_refused(tmp_path: Path, text: str, said: str)
         (("--params", "13e9", "--world", 8, "--optimizer", "adan"), 2),
         (("--params", "13e9", "--world", 8, "--at", "end"), 2),
         (("--params", "1", "--model-config", "x.json", "--world", 8), 2),
-        (("--params", "1", "--world", 8, "--config", "no-such-file.json"), 3),
+        (("--params", "1", "--world", 8, "--config", "no-such-file.json"), 2),
         (("no-such-file.pickle",), 3),
         ((ZERO3, "--at", "yesterday"), 2),
         (("--world", 8), 4),
