@@ -53,7 +53,8 @@ class Evidence:
 class Row:
     """One group. `key` is the group's name where it has one of its own (file, frame, phase, stream); `category` is the
     one with most bytes; `stack` the heaviest, as an id of `Blame.stacks` (-1: none); `dominator` the innermost frame
-    that all bytes of the group pass through, if there is one; `evidence` what decided most bytes of that category."""
+    that all bytes of the group pass through, if there is one; `evidence` what decided most bytes of that category;
+    `is_from_one_call`: all bytes pass through the evidence's frame."""
 
     key: str | None
     bytes: int
@@ -64,6 +65,7 @@ class Row:
     stack: int
     dominator: Frame | None
     evidence: Evidence | None
+    is_from_one_call: bool
     block: BlockFacts | None = None
 
 
@@ -220,6 +222,7 @@ class _Groups:
             stack=_heaviest(shown[framed], size[framed]) if framed.any() else NOT_RECORDED,
             dominator=self._dominator(shown),
             evidence=self._evidence(members, category),
+            is_from_one_call=by == "category" and self._is_from_one_call(members, shown),
         )
 
     def blocks(self) -> list[Row]:
@@ -266,6 +269,7 @@ class _Groups:
                     stack=stack,
                     dominator=tops[stack],
                     evidence=evidence[rule, frame],
+                    is_from_one_call=frame >= 0,
                     block=None if block == NO_BLOCK else _facts(*fact),
                 )
             )
@@ -295,6 +299,14 @@ class _Groups:
         pair = (self.held.rule[inside].astype(np.int64) << 32) + self.held.frame[inside] + 1
         heaviest = _heaviest(pair, self.held.bytes[inside])
         return self._evidence_of(heaviest >> 32, (heaviest & 0xFFFFFFFF) - 1)
+
+    def _is_from_one_call(self, members: NDArray[np.int64], shown: NDArray[np.int32]) -> bool:
+        """Whether one frame decided all of the group, or each of its stacks has the frame that decided."""
+        frames = np.unique(self.held.frame[members])
+        rows = np.unique(shown).tolist()
+        if len(frames) != 1 or NOT_RECORDED in rows:
+            return False
+        return all(int(frames[0]) in self.shown.table.ids(row) for row in rows)
 
     def _evidence_of(self, rule: int, frame: int) -> Evidence | None:
         if rule < 0:

@@ -201,7 +201,7 @@ class Report:
         if chosen is None or side_of(chosen.filename) == Side.CPP:
             chosen = (library_path(frames) or own_frames(frames) or [*frames])[0]
         text = display_frame_briefly(chosen)
-        return text if chosen == row.dominator else f"mostly {text}"
+        return text if row.is_from_one_call or chosen == row.dominator else f"mostly {text}"
 
     def _stack(self, answer: Blame, row: Row) -> str:
         """A stack in a few lines: the program's own frames, and the libraries' folded to the telling ones."""
