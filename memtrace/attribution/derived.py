@@ -19,12 +19,14 @@ from memtrace.attribution.rules.torch import (
 )
 from memtrace.model import Action, SnapshotData
 from memtrace.timeline import Phase
+from memtrace.timeline.timeline import NEVER
 
 _WORKSPACES = (32 << 20, (4096 * 2 << 10) + (16 * 8 << 10))
 """cuBLAS workspaces torch makes by default: on Hopper and later, and before. Source: torch 2.11, CublasHandlePool."""
 _LT_WORKSPACE = 1 << 20
 """cuBLASLt's, made just after by the first product with a bias."""
 _DEFAULT_BUCKET = 1_000_000_000
+STALE = "of an earlier step, still there"
 
 
 def decide(draft: Draft, context: Context, data: SnapshotData) -> None:
@@ -36,6 +38,7 @@ def decide(draft: Draft, context: Context, data: SnapshotData) -> None:
     _buffers(draft, context)
     _captured(draft, context, data)
     _own_parameters(draft, context)
+    _stale_gradients(draft, context)
     _prior(draft, context)
 
 
@@ -144,6 +147,16 @@ def _own_parameters(draft: Draft, context: Context) -> None:
     rows = rows[context.freed[rows] > steps[-1]]
     gradients = np.unique(context.requested[draft.category == draft.code("grad.full")])
     draft.apply(rows[np.isin(context.requested[rows], gradients)], OWN_PARAMETER)
+
+
+def _stale_gradients(draft: Draft, context: Context) -> None:
+    """Stages 1 and 2, 0.8.2 to 0.17.0: a step skipped for overflow leaves its gradients to the next backward."""
+    owners = [number for number, rule in enumerate(draft.rules) if rule.id == "deepspeed.zero12.owned-gradients"]
+    rows = np.flatnonzero(np.isin(draft.rule, owners) & (context.born >= 0))
+    step = context.timeline.step_from[context.run[rows]]
+    rows = rows[step != NEVER]
+    after = context.timeline.runs(step[step != NEVER])
+    draft.relabel(rows[context.freed[rows] >= context.timeline.backward_from[after]], STALE)
 
 
 def _prior(draft: Draft, context: Context) -> None:

@@ -372,3 +372,23 @@ def test_out_of_memory_in_forward_with_more_gathered_than_deepspeed_keeps(
     job.builder.oom(512 * MiB, stack=chain(gather(317)))
     found = job.categories(tmp_path)
     assert found == ["param.retained"] * retained + ["param.gathered"] * (count - retained)
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_gradients_that_outlive_a_skipped_step_are_stale(skipped: bool, tmp_path: Path) -> None:
+    owned = f"{STAGE12}:1350 copy_grads_in_partition; {STAGE12}:1372 reduce_partition_and_remove_grads"
+    job = Job()
+    previous: list[int] = []
+    for _ in range(2):
+        job.alloc(MODULE)
+        job.free(job.alloc(f"torch/autograd/__init__.py:231 _make_grads; {BACKWARD}"))
+        gradients = job.alloc(owned)
+        job.free(*previous)
+        job.free(job.alloc(f"{STAGE12}:1890 step; {TAKE_STEP}"))
+        previous = [gradients]
+        if not skipped:
+            job.free(*previous)
+            previous = []
+    rows = job.rows(tmp_path, at=9 if skipped else 8)
+    labels = {row.label for row in rows.values() if row.category == "grad.partition"}
+    assert ("of an earlier step, still there" in labels) == skipped
