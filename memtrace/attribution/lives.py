@@ -25,6 +25,7 @@ from memtrace.model.stacks import NOT_RECORDED
 from memtrace.timeline import Phase, Timeline
 from memtrace.timeline.timeline import NEVER
 
+_NOTHING = 255
 _RECOMPUTED = "recomputed"
 _KEPT_IN_EVALUATION = "kept with its graph, no backward came"
 
@@ -34,7 +35,7 @@ class Context:
     """What decisions look at, one row a block: events of birth and of being let go of, and the phase at birth.
 
     `until` is the event at which the recording looks at what is still alive: its out-of-memory event, else the end.
-    `by` is a `By` code (255: no rule), `depth` counts frames of each stack.
+    `by` is a `By` code (255: no rule, or born before the recording), `depth` counts frames of each stack.
     """
 
     born: NDArray[np.int64]
@@ -59,10 +60,12 @@ class Context:
     ) -> Context:
         """Columns for all blocks of a replay."""
         blocks, trace = replay.lifetimes, data.trace(replay.device)
-        run = timeline.runs(blocks.born)
+        run = timeline.runs_in_order(blocks.born)
         phase = timeline.phase[run] if len(timeline) else np.zeros(len(blocks), np.uint8)
-        by_rule = np.array([int(rule.by) for rule in rules] + [255], np.uint8)
-        by_stack = np.append(by_rule[verdicts.rule], np.uint8(255))
+        by_rule = np.array([int(rule.by) for rule in rules] + [_NOTHING], np.uint8)
+        by_stack = np.append(by_rule[verdicts.rule], np.uint8(_NOTHING))
+        by = by_stack[blocks.stack]
+        by[: np.searchsorted(blocks.born, 0)] = _NOTHING  # from before the recording: no life to look at
         ooms = np.flatnonzero(trace.action == Action.OOM) if trace.device_free else np.zeros(0, np.int64)
         return cls(
             born=blocks.born,
@@ -71,7 +74,7 @@ class Context:
             stack=blocks.stack,
             run=run,
             phase=phase,
-            by=by_stack[blocks.stack],
+            by=by,
             timeline=timeline,
             trace=trace,
             replay=replay,
@@ -84,7 +87,7 @@ class Context:
 
     def rows(self, by: By) -> Rows:
         """Blocks born in the recording whose rule is decided so."""
-        return np.flatnonzero((self.by == by) & (self.born >= 0))
+        return np.flatnonzero(self.by == by)
 
     def outlives(self, rows: Rows, event: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each block was still held at an event of its own; `NEVER`: whether it is held at the end."""

@@ -102,9 +102,10 @@ def recorded_marks(
             inside = np.arange(low, high)
             if one.is_torch:  # torch's own names add to the stacks, and do not overrule them
                 ended.append(int(high))
-                if np.isin(codes[low:high], [Phase.FORWARD, Phase.BACKWARD]).any():
+                said = codes[low:high]
+                if ((said == Phase.FORWARD) | (said == Phase.BACKWARD)).any():
                     continue  # the optimizer calls the model itself (a closure)
-                inside = inside[(codes[low:high] == UNMARKED) | (codes[low:high] == FRAMELESS)]
+                inside = inside[(said == UNMARKED) | (said == FRAMELESS)]
             _say(inside, one.phase, one.step, codes, step, source, one.source)
     if not ended and not (source != _UNSAID).any():
         return None

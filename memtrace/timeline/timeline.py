@@ -69,8 +69,13 @@ class Timeline(FrozenColumns):
 
     def runs(self, events: NDArray[np.int64]) -> NDArray[np.int64]:
         """The run of each event; of -1 (before the first) the first run."""
-        run_of = np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.start, append=self.events))
-        return run_of[np.clip(events, 0, self.events - 1)] if self.events else np.zeros(len(events), np.int64)
+        return np.asarray(np.maximum(np.searchsorted(self.start, events, side="right") - 1, 0), np.int64)
+
+    def runs_in_order(self, events: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same for events in ascending order, as those at which blocks are born: many times faster."""
+        bounds = np.searchsorted(events, self.start[1:])
+        counts = np.diff(np.concatenate([[0], bounds, [len(events)]]))
+        return np.repeat(np.arange(len(self), dtype=np.int64), counts) if len(self) else np.zeros(len(events), np.int64)
 
     def run(self, event: int) -> int | None:
         """The run that holds an event; None for -1 and in an empty trace."""

@@ -108,6 +108,7 @@ def test_every_byte_has_one_category(
         return
     replay, timeline, attribution = snapshot.replay(), snapshot.timeline(), snapshot.attribution()
     frames = snapshot.data.stacks.frame_count
+    assert (np.diff(replay.lifetimes.born) >= 0).all(), "attribution takes blocks in the order of their birth"
     assert timeline.is_sound(len(snapshot.data.traces[0]), frames)
     assert attribution.is_sound(len(replay.lifetimes), frames)
     assert ((attribution.rule >= 0) == (attribution.reason == 0)).all()
