@@ -25,13 +25,14 @@ _SWITCHES = {"overlap_comm": "overlap_comm", "contiguous_gradients": "contiguous
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a person said of the job; None: nothing. `state_bytes` follows from the optimizer named."""
+    """What a person said of the job; None: nothing. `torch_adam`: torch's own Adam, where DeepSpeed would fuse it."""
 
     stage: int | None = None
     world: int | None = None
     params: int | None = None
     dtype: str | None = None
     optimizer: str | None = None
+    torch_adam: bool = False
     numels: tuple[int, ...] = ()
     knobs: Mapping[str, int | bool] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Given:
             params=weaker.params if self.params is None else self.params,
             dtype=weaker.dtype if self.dtype is None else self.dtype,
             optimizer=weaker.optimizer if self.optimizer is None else self.optimizer,
+            torch_adam=self.torch_adam or (weaker.torch_adam and self.optimizer is None),
             numels=self.numels or (weaker.numels if self.params is None else ()),
             knobs={**weaker.knobs, **self.knobs},
             sources={**weaker.sources, **self.sources},
@@ -89,6 +91,7 @@ def read_config(config: object, name: str) -> Given:
         stage=stage,
         dtype=dtype,
         optimizer=optimizer,
+        torch_adam=_torch_adam(whole, name, ignored),
         knobs=knobs,
         sources={key: f"from {name}" for key, value in said.items() if value is not None},
         ignored=tuple(ignored),
@@ -145,6 +148,13 @@ def _optimizer(config: Mapping[str, object], name: str, ignored: list[str]) -> s
     if kind is not None and not isinstance(kind, str):
         raise _wrong(name, "optimizer.type", kind, "a name")
     return kind
+
+
+def _torch_adam(config: Mapping[str, object], name: str, ignored: list[str]) -> bool:
+    params = _object(config.get("optimizer", {}), name, "optimizer").get("params")
+    if not isinstance(params, dict):
+        return False
+    return bool(_switch(params, "torch_adam", name, ignored, "optimizer.params."))
 
 
 def _wrong(name: str, key: str, value: object, wanted: str) -> QuestionError:

@@ -25,6 +25,8 @@ FIXED_IN = (0, 19, 4)
 _REDUCE_LABEL, _FLAT_LABEL = "reduce bucket", "flat 16-bit parameters"
 _HPZ_LABEL, _BF16_LABEL = "hpZ secondary partitions", "fp32 gradients, not divided by N"
 _INIT_LABEL = "zero gradients at initialisation"
+ASSUMED = {"dtype": "16-bit", "optimizer": "Adam"}
+"""What a plan takes where nothing is said."""
 _SMALL = 1 << 20
 
 
@@ -444,7 +446,11 @@ def _contradictions(job: Job, given: Given) -> tuple[str, ...]:
 
 
 def _state_bytes(optimizer: str | None) -> int | None:
-    return None if optimizer is None else zero.OPTIMIZER_BYTES.get(optimizer.lower().replace("_", "").replace("-", ""))
+    return None if optimizer is None else zero.OPTIMIZER_BYTES.get(_plain(optimizer))
+
+
+def _plain(optimizer: str) -> str:
+    return optimizer.lower().replace("_", "").replace("-", "")
 
 
 def _setup(job: Job, given: Given) -> Setup:
@@ -517,6 +523,11 @@ def _measured_only(held: _Held, data: SnapshotData, event: int, phase: str | Non
     )
 
 
+def is_fused(given: Given) -> bool:
+    """Whether DeepSpeed builds its own optimizer from such a configuration; without a name, Adam is assumed."""
+    return not given.torch_adam and _plain(given.optimizer or ASSUMED["optimizer"]) in zero.FUSED_OPTIMIZERS
+
+
 def planned(given: Given) -> Setup:
     """A job that is still to run. Raises QuestionError without a number of parameters and of ranks."""
     if given.params is None:
@@ -526,7 +537,7 @@ def planned(given: Given) -> Setup:
     if given.world is None:
         raise QuestionError("planning needs the number of ranks", hint="Give --world 64.")
     state = _state_bytes(given.optimizer)
-    size = zero.DTYPE_BYTES[given.dtype or "bf16"]
+    size = zero.DTYPE_BYTES[given.dtype or ASSUMED["dtype"]]
     return Setup(
         stage=3 if given.stage is None else given.stage,
         world=given.world,
@@ -534,7 +545,7 @@ def planned(given: Given) -> Setup:
         param_bytes=size,
         grad_bytes=size,
         state_bytes=8 if state is None else state,
-        temp_bytes=zero.FUSED_TEMP if (given.optimizer or "").lower().startswith("fused") else zero.FOREACH_TEMP,
+        temp_bytes=zero.FUSED_TEMP if is_fused(given) else zero.FOREACH_TEMP,
         knobs=Knobs(**given.knobs),  # type: ignore[arg-type]
         numels=given.numels,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
+from itertools import accumulate
 
 STAGES = (0, 1, 2, 3)
 MASTER_BYTES = 4
@@ -32,6 +33,8 @@ OPTIMIZER_BYTES = {
     "sgd": 0,
 }
 """Bytes of fp32 states that an optimizer keeps for a parameter."""
+FUSED_OPTIMIZERS = ("adam", "adamw", "fusedadam", "cpuadam", "lamb", "lion")
+"""Names for which DeepSpeed builds an optimizer of its own, which updates in place; all others it takes from torch."""
 FUSED_TEMP, FOREACH_TEMP, SINGLE_TEMP = 0, 4, 8
 """Bytes of temporaries in the step of torch's Adam, for a parameter of what it updates at once."""
 _ALIGNMENT = 2
@@ -194,6 +197,19 @@ def owned(setup: Setup, rank: int) -> int:
     return total
 
 
+def fullest_rank(setup: Setup) -> int:
+    """The rank whose partition touches most elements of parameters, at stages 1 and 2."""
+    size = partition(setup)
+    change = [0] * (setup.world + 1)
+    start = 0
+    for numel in setup.numels:
+        change[start // size] += numel
+        change[(start + max(numel, 1) - 1) // size + 1] -= numel
+        start += numel
+    touched = list(accumulate(change[:-1]))
+    return touched.index(max(touched))
+
+
 def paper_terms(setup: Setup) -> dict[str, tuple[str, int]]:
     """The paper's four terms: formula and bytes. Master weights and moments are its "optimizer states"."""
     stage, psi, ranks = setup.stage, setup.params, setup.world
@@ -309,6 +325,8 @@ def _passing(setup: Setup, when: When) -> tuple[Term, ...]:
             "Gathered ahead (stage3_prefetch_bucket_size), or kept around the turn to backward because they are needed "
             "again soon (stage3_max_reuse_distance)."
         )
+        if not setup.sized:
+            why += " And the largest parameter twice, whose size is not known."
         found.append(Term(GATHERED, "", None, size * most, why, at_most=True))
     if when == When.BACKWARD:
         bucket = knobs.reduce_bucket if setup.stage and setup.wrapper is Wrapper.ZERO else _ENGINE_BUCKET
@@ -375,17 +393,18 @@ def plan(setup: Setup) -> tuple[StagePlan, ...]:
 def _at_stage(setup: Setup, stage: int) -> Setup:
     wrapper = Wrapper.ZERO
     if stage == 0:
-        wrapper = Wrapper.UNFUSED if setup.param_bytes < MASTER_BYTES else Wrapper.NONE
-    return replace(setup, stage=stage, wrapper=wrapper, rank=None)
+        fused = Wrapper.FP16 if setup.temp_bytes == FUSED_TEMP else Wrapper.UNFUSED
+        wrapper = fused if setup.param_bytes < MASTER_BYTES else Wrapper.NONE
+    at_stage = replace(setup, stage=stage, wrapper=wrapper, rank=None)
+    return replace(at_stage, rank=fullest_rank(at_stage)) if stage in (1, 2) and setup.sized else at_stage
 
 
 def _stage_plan(setup: Setup) -> StagePlan:
     between, backward, step = (terms(setup, when) for when in (When.BETWEEN, When.BACKWARD, When.STEP))
-    seen = {term.name: term for term in (*backward, *step, *between)}
-    merged = {}
-    for name, term in sorted(seen.items(), key=lambda pair: ORDER.index(pair[0])):
-        most = max(one.kept or 0 for one in (*backward, *step, *between) if one.name == name)
-        merged[name] = replace(term, kept=most)
+    merged: dict[str, Term] = {}
+    for term in sorted((*between, *backward, *step), key=lambda term: ORDER.index(term.name)):
+        if term.name not in merged or (term.kept or 0) > (merged[term.name].kept or 0):
+            merged[term.name] = term
     return StagePlan(
         stage=setup.stage,
         paper=sum(size for _, size in paper_terms(setup).values()),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memtrace.analysis.given import Given
-from memtrace.analysis.zero import Comparison
+from memtrace.analysis.zero import ASSUMED, Comparison
 from memtrace.api import Snapshot
 from memtrace.attribution.theory import Setup, StagePlan, Term
 from memtrace.cli import output
@@ -48,9 +48,9 @@ def write_plan(given: Given, setup: Setup, stages: Sequence[StagePlan], notices:
         "stage": given.stage,
         "world": setup.world,
         "params": setup.params,
-        "dtype": given.dtype,
-        "optimizer": given.optimizer,
-        "sources": dict(given.sources),
+        "dtype": given.dtype or ASSUMED["dtype"],
+        "optimizer": given.optimizer or ASSUMED["optimizer"],
+        "sources": {**{key: "assumed" for key in ASSUMED if getattr(given, key) is None}, **given.sources},
         "terms": [] if asked is None else [_term(term) for term in asked.terms],
         "peak_bytes": None,
         "residual_bytes": None,

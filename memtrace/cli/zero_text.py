@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from memtrace.analysis.given import Given
-from memtrace.analysis.zero import ROUNDING, Comparison, Line
+from memtrace.analysis.zero import ASSUMED, ROUNDING, Comparison, Line, is_fused
 from memtrace.api import Snapshot
-from memtrace.attribution.theory import ORDER, Setup, StagePlan, When, step_moments, terms, total
+from memtrace.attribution.theory import FOREACH_TEMP, ORDER, Setup, StagePlan, When, step_moments, terms, total
+from memtrace.attribution.theory import plan as zero_plan
 from memtrace.cli.options import Common
 from memtrace.cli.output import Column, Page
 from memtrace.units import format_bytes, in_unit, unit_of
@@ -232,10 +234,9 @@ def write_plan(given: Given, setup: Setup, stages: Sequence[StagePlan], shared: 
     """A plan's page: all stages side by side, and why, of the stage asked for."""
     page = Page(shared.color)
     unit = _unit(shared, max(plan.resident for plan in stages))
-    kind = given.dtype or "16-bit"
-    optimizer = given.optimizer or "Adam"
     page.line(
-        f"Plan for one rank: Ψ = {count(setup.params)} parameters, N = {setup.world:,}, {kind}, {optimizer}",
+        f"Plan for one rank: Ψ = {count(setup.params)} parameters, N = {setup.world:,}, "
+        f"{given.dtype or ASSUMED['dtype']}, {given.optimizer or ASSUMED['optimizer']}",
         style="bold",
     )
     page.line()
@@ -243,11 +244,11 @@ def write_plan(given: Given, setup: Setup, stages: Sequence[StagePlan], shared: 
     rows = [["the paper's sum", *(in_unit(plan.paper, unit) for plan in stages)]]
     rows += [[name, *(_plan_cell(plan, name, unit) for plan in stages)] for name in ORDER if name in names]
     rows.append(["between steps", *(in_unit(plan.resident, unit) for plan in stages)])
-    rows.append(["backward, at most", *(in_unit(plan.backward, unit) for plan in stages)])
-    rows.append(["step, at most", *(in_unit(plan.step, unit) for plan in stages)])
+    rows.append(["in backward", *(in_unit(plan.backward, unit) for plan in stages)])
+    rows.append(["in the step", *(in_unit(plan.step, unit) for plan in stages)])
     titles = [
         f"term ({unit})",
-        *(f"ZeRO-{plan.stage}{'*' * (plan.stage == given.stage)}" for plan in stages),
+        *(f"ZeRO-{plan.stage}" for plan in stages),
     ]
     page.table([Column(title, right=index > 0) for index, title in enumerate(titles)], rows)
     page.line()
@@ -266,13 +267,26 @@ def _plan_cell(plan: StagePlan, name: str, unit: str) -> str:
 
 def _plan_notes(given: Given, setup: Setup, stages: Sequence[StagePlan], shared: Common) -> Iterator[str]:
     chosen = next((plan for plan in stages if plan.stage == given.stage), None)
+    asked = 3 if given.stage is None else given.stage
     if chosen is not None:
+        yield f"ZeRO-{chosen.stage}, term by term:"
         for term in chosen.terms:
             if term.kept:
                 bound = "at most " if term.at_most else ""
                 yield f"{term.name}, {bound}{format_bytes(term.kept, shared.units)}: {term.why}"
         yield ""
-    yield "Activations, logits, library workspaces and fragmentation come on top: record a step to see them."
+    yield (
+        "Sums of what ZeRO keeps. Activations, logits, library workspaces and fragmentation come on top, in backward "
+        "most of all: record a step to see them."
+    )
+    if is_fused(given) and setup.state_bytes and not setup.knobs.offload_optimizer:
+        unfused = next(plan for plan in zero_plan(replace(setup, temp_bytes=FOREACH_TEMP)) if plan.stage == asked)
+        fused = next(plan for plan in stages if plan.stage == asked)
+        if unfused.step > fused.step:
+            yield (
+                f"DeepSpeed's own optimizer (fused) is assumed: one of torch's that is not fused takes "
+                f"{format_bytes(unfused.step - fused.step, shared.units)} more in the step of ZeRO-{asked}."
+            )
     if given.stage in (None, 3):
         size = format_bytes(setup.param_bytes * setup.params, shared.units)
         yield (
@@ -280,4 +294,7 @@ def _plan_notes(given: Given, setup: Setup, stages: Sequence[StagePlan], shared:
             "as autograd holds on to gathered weights."
         )
     if not setup.sized:
-        yield "Sizes of single parameters are not known (--model-config): padding and small ones are not counted."
+        yield (
+            "Sizes of single parameters are not known (--model-config tells them): padding, parameters that stay "
+            "whole, and twice the largest one among those gathered come on top."
+        )

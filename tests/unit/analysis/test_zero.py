@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from recordings import fixture_names, shared_snapshots, snapshot_path
 
 import memtrace
 from memtrace.analysis.given import Given, read_config
 from memtrace.analysis.zero import Comparison, Line, compare, notices, planned
+from memtrace.attribution import theory
 from memtrace.attribution.theory import STATES
 from memtrace.errors import QuestionError
+from memtrace.timeline import Phase
 
 OFFLOADED = [name for name in fixture_names() if "offload" in name]
 ZERO = [name for name in fixture_names() if "zero" in name and name not in OFFLOADED]
@@ -207,3 +210,58 @@ def test_planning_needs_parameters_and_ranks() -> None:
     setup = planned(Given(params=10, world=2, dtype="fp32", optimizer="sgd"))
     assert (setup.param_bytes, setup.state_bytes) == (4, 0)
     assert [notice.code for notice in notices(Given(optimizer="Mystery"))] == ["unknown-optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("given", "temp_bytes"),
+    [
+        (Given(), theory.FUSED_TEMP),
+        (Given(optimizer="AdamW"), theory.FUSED_TEMP),
+        (Given(optimizer="AdamW", torch_adam=True), theory.FOREACH_TEMP),
+        (Given(optimizer="sgd"), theory.FOREACH_TEMP),
+        (Given(optimizer="Adam").over(Given(optimizer="Adam", torch_adam=True)), theory.FUSED_TEMP),
+        (Given(params=5).over(read_config({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, "ds")),
+         theory.FOREACH_TEMP),
+    ],
+)  # fmt: skip
+def test_of_an_optimizer_by_name_deepspeed_builds_its_own_fused_one(given: Given, temp_bytes: int) -> None:
+    """engine.py, `_configure_basic_optimizer`, 0.14.5 to 0.19.8: torch's Adam only where torch_adam says so."""
+    assert planned(Given(params=10, world=2).over(given)).temp_bytes == temp_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "torch_adam"),
+    [
+        ("opt13b-zero2-deepspeed0.18.9", False),
+        ("opt13b-zero3-zeroinit-deepspeed0.18.9", False),
+        ("opt13b-zero3", True),
+    ],
+)
+def test_the_plan_of_a_recorded_job_bounds_what_its_recording_holds(name: str, torch_adam: bool) -> None:
+    opened = memtrace.load(snapshot_path(name))
+    seen = opened.zero("peak")
+    assert seen.setup is not None
+    job = Given(params=seen.params, world=seen.world, dtype=seen.dtype, numels=seen.setup.numels, torch_adam=torch_adam)
+    setup = planned(job)
+    plan = theory.plan(setup)[seen.setup.stage]
+    planned_bytes = {term.name: term.kept or 0 for term in plan.terms}
+    for at in ("peak", "end"):
+        for line in opened.zero(at).lines:
+            if line.name in planned_bytes:
+                counters = 1 << 20  # of steps, norms and overflows
+                assert line.measured_bytes <= planned_bytes[line.name] + counters, line
+    steps = opened.timeline().phase == Phase.STEP
+    temporaries = _most_requested(opened, "optim.temp")
+    assert steps.any()
+    assert temporaries == pytest.approx(planned_bytes[theory.STEP_TEMPORARIES], rel=0.005)
+
+
+def _most_requested(opened: memtrace.Snapshot, category: str) -> int:
+    """The highest sum of a category over the trace."""
+    attribution, blocks = opened.attribution(), opened.replay().lifetimes
+    chosen = attribution.category == attribution.categories.index(category)
+    events = opened.replay().events
+    change = np.zeros(events + 2, np.int64)
+    np.add.at(change, np.maximum(blocks.born[chosen], 0), blocks.requested[chosen])
+    np.add.at(change, np.minimum(blocks.freed[chosen], events), -blocks.requested[chosen])
+    return int(np.cumsum(change).max())

@@ -145,3 +145,26 @@ def test_laws(numels: list[int], world: int, stage: int, sub_group: int) -> None
         assert all(one <= setup.params for one in owned)
     for when in When:
         assert all((term.kept or 0) >= 0 and term.why.endswith(".") for term in theory.terms(setup, when))
+
+
+def test_a_plan_tells_each_term_at_its_highest() -> None:
+    """Gradients of stage 2 are there from backward on: it is that moment that a plan explains."""
+    plans = theory.plan(Setup(2, 8, OPT_13B, temp_bytes=theory.FUSED_TEMP))
+    gradients = next(term for term in plans[2].terms if term.name == theory.GRADIENTS)
+    assert (gradients.kept, gradients.why[:17]) == (2 * OPT_13B // 8, "This rank's part,")
+
+
+def test_without_the_sizes_of_parameters_a_plan_says_what_its_bound_lacks() -> None:
+    lacking = {term.name: term.why for term in theory.plan(Setup(3, 8, 1_000_000))[3].terms}
+    whole = {term.name: term.why for term in theory.plan(Setup(3, 8, 1_000_000, numels=(10**6,)))[3].terms}
+    assert "size is not known" in lacking[theory.GATHERED]
+    assert "size is not known" not in whole[theory.GATHERED]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 12))
+def test_a_plan_is_of_the_rank_that_holds_most(numels: list[int], world: int) -> None:
+    setup = Setup(2, world, sum(numels), numels=tuple(numels))
+    most = max(theory.owned(setup, rank) for rank in range(world))
+    assert theory.owned(setup, theory.fullest_rank(setup)) == most
+    gradients = next(term for term in theory.plan(setup)[2].terms if term.name == theory.GRADIENTS)
+    assert gradients.kept == 2 * most
