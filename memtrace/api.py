@@ -182,7 +182,8 @@ class Snapshot:
     def notices(self, device: int | None = None) -> tuple[Notice, ...]:
         """What to know before trusting an answer: of the file, and of one device."""
         beside = () if self.sidecar is None else self.sidecar.notices
-        return (*self.replay(device).notices, *self.data.notices, *beside)
+        own = () if self.rules is None else self.rules.idle(self.attribution(device))
+        return (*self.replay(device).notices, *self.data.notices, *beside, *own)
 
     def replay(self, device: int | None = None) -> Replay:
         """Block lifetimes and counters of one device (default: the one with the highest peak)."""

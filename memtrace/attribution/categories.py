@@ -40,6 +40,8 @@ LABELS: dict[str, str] = {
 }
 
 CATEGORIES = tuple(LABELS)
+BLOCK_CATEGORIES = tuple(name for name in LABELS if name.split(".")[0] not in ("alloc", "outside"))
+"""Those that a block may have; the others are the allocator's, or no block at all."""
 CODE = {name: code for code, name in enumerate(CATEGORIES)}
 
 CONFIDENCE = ("recorded", "certain", "inferred", "unknown")

@@ -24,12 +24,12 @@ class By(IntEnum):
 
 BY_TEXT = {
     By.STACK: "the stack alone",
-    By.ACTIVATION: "its life: alive when backward starts, it was saved",
-    By.LOGITS: "its phase: in backward it is a temporary",
-    By.OPTIMIZER: "its life: alive after the step, it is a state",
-    By.BACKWARD: "its life: alive when the optimizer steps, it is a gradient",
-    By.GRADIENT: "its life: alive when the optimizer steps, it is a gradient, else a bucket",
-    By.GATHER: "its life: past the forward it is retained, past the backward persistent",
+    By.ACTIVATION: "its life: saved if it is held when backward starts, else a temporary",
+    By.LOGITS: "its phase: made in backward it is a temporary, before that it belongs to the loss",
+    By.OPTIMIZER: "its life: a state if it is held when the step is over, else a temporary",
+    By.BACKWARD: "its life: a gradient if it is held when the optimizer steps, else a temporary",
+    By.GRADIENT: "its life: a gradient if it is held when the optimizer steps, else a bucket",
+    By.GATHER: "its life: retained if held past the forward yet gathered again, persistent if held past the backward",
     By.WAIT: "the fetch it completes, by order and size; then its life",
 }
 """What `memtrace rules` says of each."""
@@ -77,7 +77,8 @@ class Rule:
     `sites`: the category follows from the order of the call sites of the function; lines at most `gap` apart are one.
     `by`: what of the block decides as well. `since`, `until`: the releases that have it. `knob`: the setting that
     changes the bytes. `label`: more exact than the category's own. `note`: why, for `memtrace rules`.
-    The user's own rules alone have `min_bytes`, `max_bytes` (of the requested size), `phases` (at birth; none: any).
+    The user's own rules alone have `min_bytes`, `max_bytes` (of the requested size), `phases` (at birth; none: any),
+    `lines` (first and last, of the frame; none: any) and `was` (what ours say of the block; none: anything).
     """
 
     id: str
@@ -99,8 +100,10 @@ class Rule:
     min_bytes: int = 0
     max_bytes: int | None = None
     phases: tuple[Phase, ...] = ()
+    lines: tuple[tuple[int, int], ...] = ()
+    was: tuple[str, ...] = ()
 
     @property
     def looks_at_the_block(self) -> bool:
         """Whether a block whose stack matches may still not be of this rule."""
-        return bool(self.min_bytes or self.phases) or self.max_bytes is not None
+        return bool(self.min_bytes or self.phases or self.was) or self.max_bytes is not None

@@ -37,12 +37,12 @@ def decide(draft: Draft, context: Context, stacks: StackTable, rules: Sequence[R
         frame = np.full(len(stacks) + 1, -1, np.int32)
         frame[list(matches[number])] = list(matches[number].values())
         deciding = frame[context.stack[left]]
-        taken = (deciding >= 0) & _meets(context, left, rules[number])
+        taken = (deciding >= 0) & _meets(draft, context, left, rules[number])
         _apply(draft, left[taken], number, rules[number], deciding[taken])
         left = left[~taken]
 
 
-def _meets(context: Context, rows: Rows, rule: Rule) -> NDArray[np.bool_]:
+def _meets(draft: Draft, context: Context, rows: Rows, rule: Rule) -> NDArray[np.bool_]:
     """Whether blocks meet a rule's conditions. A block from before the recording was born in no known phase."""
     size = context.requested[rows]
     meets = size >= min(rule.min_bytes, np.iinfo(np.int64).max)
@@ -51,6 +51,8 @@ def _meets(context: Context, rows: Rows, rule: Rule) -> NDArray[np.bool_]:
     if rule.phases:
         known = (context.born[rows] >= 0) & bool(len(context.timeline))
         meets &= known & np.isin(context.phase[rows], rule.phases)
+    if rule.was:
+        meets &= np.isin(draft.category[rows], [draft.code(name) for name in rule.was])
     return np.asarray(meets)
 
 
@@ -82,11 +84,18 @@ def match(stacks: StackTable, rules: Sequence[Rule]) -> Matches:
         found: dict[int, int] = {}
         for place, frame in enumerate(ids):
             for index in candidates[frame]:
-                if index not in found and _is_inside(insides[index], outermost, place):
+                if index in found or not _is_on(rules[index].lines, stacks, frame):
+                    continue
+                if _is_inside(insides[index], outermost, place):
                     found[index] = frame
         for index in _until_unconditional(sorted(found), rules):
             matches.setdefault(index, {})[stack] = found[index]
     return matches
+
+
+def _is_on(lines: Sequence[tuple[int, int]], stacks: StackTable, frame: int) -> bool:
+    """Whether a frame is on one of these lines; they may be none."""
+    return not lines or any(first <= stacks.line[frame] <= last for first, last in lines)
 
 
 def _is_inside(functions: Sequence[int], outermost: dict[int, int], place: int) -> bool:

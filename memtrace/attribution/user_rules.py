@@ -8,17 +8,22 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memtrace.attribution.categories import CATEGORIES
+import numpy as np
+
+from memtrace.attribution.categories import BLOCK_CATEGORIES, CATEGORIES
+from memtrace.attribution.result import Attribution
 from memtrace.attribution.rule import Rank, Rule
 from memtrace.attribution.rule_files import PROJECT_FILE, text_of
 from memtrace.attribution.rules import ALL
 from memtrace.attribution.rules.cpp import CPP
 from memtrace.attribution.toml_lines import Place, key_lines, line_of, loads
 from memtrace.errors import RulesError
+from memtrace.model import Notice
 from memtrace.places import Side, side_of
 from memtrace.timeline import PHASES, Phase
 from memtrace.timeline.callsites import Function
@@ -36,6 +41,8 @@ RULE_KEYS = (
     "min_size",
     "max_size",
     "phase",
+    "lines",
+    "was",
     "label",
     "id",
     "note",
@@ -44,8 +51,10 @@ _TOP_KEYS = ("rule", "categories")
 _CATEGORY = re.compile(r"[a-z0-9_-]+(?:\.[a-z0-9_-]+)*")
 _RESERVED = ("prior", "unknown", "outside")
 _AUTOMATIC_ID = re.compile(r"user\.[0-9]+")
+_SPAN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 _ANY = "*"
 _LONGEST_NAME = 100
+_SHOWN = 5
 _AT_LINE = re.compile(r" ?\(at (?:line (\d+), column (\d+)|end of document)\)$")
 _EXAMPLE = 'docs/rules.md shows the format; the shortest rule is: [[rule]] category = "act.moe" file = "models/moe.py"'
 
@@ -71,6 +80,24 @@ class UserRules:
         """The categories that are not ours, in order of appearance."""
         named = dict.fromkeys((*self.labels, *(rule.category for rule in self.rules)))
         return tuple(name for name in named if name not in CATEGORIES)
+
+    def idle(self, attribution: Attribution) -> tuple[Notice, ...]:
+        """A notice for each file with rules that decide nothing. The project's own need not fit every recording."""
+        busy = {attribution.rule_ids[rule] for rule in np.unique(attribution.rule).tolist() if rule >= 0}
+        counts = Counter(origin.file for origin in self.origins)
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for rule, origin in zip(self.rules, self.origins, strict=True):
+            if rule.id not in busy and re.split(r"[/\\]", origin.file)[-1] != PROJECT_FILE:
+                found[origin.file].append(f"{rule.id} (line {origin.line})")
+        return tuple(
+            Notice("idle-rules", f"{file}: {len(idle)} of {counts[file]} rules decide nothing here: {_some(idle)}")
+            for file, idle in found.items()
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
 RulesLike = UserRules | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -302,6 +329,8 @@ def _rule(table: _Table, automatic_id: str) -> Rule:
         min_bytes=least or 0,
         max_bytes=most,
         phases=_phases(table),
+        lines=_lines(table),
+        was=_was(table),
     )
 
 
@@ -351,6 +380,8 @@ def _pattern(table: _Table, key: str, pattern: str) -> str:
         raise table.error(key, f"{key!r}: {shown} has a part that no path has ('.', '..' or none)", hint)
     if any("**" in part for part in parts):
         raise table.error(key, f"{key!r}: {shown} has '**', but * stays within one part", hint)
+    if key == "file" and re.search(r":\d+$", pattern):
+        raise table.error(key, f"{key!r}: {shown} names a line", "Write the line as: lines = 31, or lines = '31-60'.")
     if side_of(pattern) == Side.CPP:
         cpp_hint = f'Frames of C++ are matched by name alone: file = "{CPP}", function = "a part of the name".'
         raise table.error(key, f"{key!r}: {shown} is not a Python file", cpp_hint)
@@ -365,7 +396,10 @@ def _names(table: _Table, key: str, names: tuple[str, ...]) -> tuple[str, ...]:
         if not name.isidentifier():
             last = re.split(r"[.:]", name.removesuffix("()"))[-1]
             meant = f" Here: {last!r}." if last.isidentifier() else ""
-            hint = f"Frames have the bare name of a function, without class or module, and it is matched whole.{meant}"
+            hint = (
+                f"Frames have the bare name of a function, without class or module, and it is matched whole.{meant} "
+                "Methods of one name are told apart by their 'lines'."
+            )
             raise table.error(key, f"{key!r}: {_quoted(name)} is no function's name", hint)
     return (_ANY,) if not names or _ANY in names else tuple(dict.fromkeys(names))
 
@@ -385,6 +419,35 @@ def _phases(table: _Table) -> tuple[Phase, ...]:
             raise table.error("phase", f"there is no phase {_quoted(name)}", f"There is: {_nearest(name, PHASES)}")
         phases.append(Phase(PHASES.index(name)))
     return tuple(dict.fromkeys(phases))
+
+
+def _lines(table: _Table) -> tuple[tuple[int, int], ...]:
+    """Lines of the file: a number, or text as "31", "31-60 84"."""
+    given = table.values.get("lines")
+    if given is None:
+        return ()
+    hint = 'Write lines = 31, or lines = "31-60 84": the lines of a class, and one more.'
+    if isinstance(given, bool) or not isinstance(given, (int, str)):
+        raise table.error("lines", f"'lines' is {_kind(given)}, not a line or text", hint)
+    text = str(given)
+    spans = [_SPAN.fullmatch(part) for part in text.replace(",", " ").split()]
+    if not spans or None in spans:
+        raise table.error("lines", f"'lines': {_quoted(text)} names no lines", hint)
+    found = tuple((int(span[1]), int(span[2] or span[1])) for span in spans if span is not None)
+    if any(first < 1 or last < first for first, last in found):
+        raise table.error("lines", f"'lines': {_quoted(text)} has a range that no line is in", hint)
+    if table.text("file") == CPP:
+        raise table.error("lines", "frames of C++ have no lines", "Leave 'lines' out.")
+    return found
+
+
+def _was(table: _Table) -> tuple[str, ...]:
+    """What memtrace itself says of the block."""
+    for name in table.texts("was"):
+        if name not in BLOCK_CATEGORIES:
+            hint = f"It is what memtrace itself says of the block: {_nearest(name, BLOCK_CATEGORIES)}"
+            raise table.error("was", f"there is no category {_quoted(name)} of memtrace's", hint)
+    return tuple(dict.fromkeys(table.texts("was")))
 
 
 def _labels(source: _Source, place: Place, given: object) -> dict[str, str]:

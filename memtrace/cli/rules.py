@@ -155,6 +155,8 @@ def document(one: Listed) -> dict[str, Any]:
         "min_bytes": rule.min_bytes,
         "max_bytes": rule.max_bytes,
         "phases": [PHASES[phase] for phase in rule.phases],
+        "lines": [list(span) for span in rule.lines],
+        "was": list(rule.was),
         "since": rule.since,
         "until": rule.until,
         "knob": rule.knob,
@@ -233,7 +235,7 @@ def _short_facts(one: Listed) -> Iterator[str]:
     yield from _conditions(rule)
     yield from _releases(rule)
     if rule.knob:
-        yield f"knob: {rule.knob}"
+        yield f"setting: {rule.knob}"
     if rule.note:
         yield rule.note
     if one.origin is not None:
@@ -268,7 +270,7 @@ def _facts(one: Listed) -> Iterator[str]:
             yield f"{number}. {_site(site.category, site.label, site.lines, optional=site.optional)}"
     yield from _releases(rule)
     if rule.knob:
-        yield f"knob: {rule.knob}"
+        yield f"setting: {rule.knob}"
     if one.origin is not None:
         yield f"from {one.origin.file}, line {one.origin.line}"
 
@@ -292,9 +294,12 @@ def _place(function: Function) -> str:
 
 
 def _site(category: str, label: str, lines: Sequence[tuple[int, int]], *, optional: bool) -> str:
-    seen = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in lines)
-    parts = [category, label, f"line {seen}" if seen else "", "not in every job" if optional else ""]
+    parts = [category, label, _spans(lines) if lines else "", "not in every job" if optional else ""]
     return "; ".join(part for part in parts if part)
+
+
+def _spans(lines: Sequence[tuple[int, int]]) -> str:
+    return "line " + ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in lines)
 
 
 def _conditions(rule: Rule) -> Iterator[str]:
@@ -307,6 +312,10 @@ def _conditions(rule: Rule) -> Iterator[str]:
         yield f"only blocks of at most {format_bytes(rule.max_bytes)}"
     if rule.phases:
         yield f"only blocks born in {' or '.join(PHASES[phase] for phase in rule.phases)}"
+    if rule.lines:
+        yield f"only on {_spans(rule.lines)}"
+    if rule.was:
+        yield f"only what memtrace itself takes for {' or '.join(rule.was)}"
 
 
 def _releases(rule: Rule) -> Iterator[str]:

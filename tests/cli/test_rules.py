@@ -66,8 +66,8 @@ def test_the_document_has_every_rule_with_every_field() -> None:
     for rule in rules:
         assert rule.keys() == {
             "id", "library", "category", "label", "file", "functions", "calls", "inside", "outermost", "direct", "rank",
-            "decided_by", "decides", "sites", "min_bytes", "max_bytes", "phases", "since", "until", "knob", "note",
-            "source",
+            "decided_by", "decides", "sites", "min_bytes", "max_bytes", "phases", "lines", "was", "since", "until",
+            "knob", "note", "source",
         }  # fmt: skip
         assert rule["category"] in CATEGORIES
         assert rule["decides"] == BY_TEXT[By[rule["decided_by"].upper()]]
@@ -175,7 +175,7 @@ def test_own_rules_come_first_and_say_where_they_are_written(tmp_path: Path) -> 
         "id": "user.1", "library": "user", "category": "act.moe", "label": "", "file": "models/moe.py",
         "functions": ["forward"], "calls": [], "inside": [{"file": "train.py", "functions": ["main"]}],
         "outermost": False, "direct": False, "rank": "user", "decided_by": "stack", "decides": BY_TEXT[By.STACK],
-        "sites": [], "min_bytes": MiB, "max_bytes": None, "phases": ["forward", "other"], "since": "", "until": "",
+        "sites": [], "min_bytes": MiB, "max_bytes": None, "phases": ["forward", "other"], "lines": [], "was": [], "since": "", "until": "",
         "knob": "", "note": "what the experts make", "source": None,
     }  # fmt: skip
     assert rules[0]["source"] == {"file": str(file), "line": 2}

@@ -131,6 +131,15 @@ MISTAKES = {
     "an unknown key": (f'{RULE}\n\nmin_sise = "1MiB"', 6, "unknown key 'min_sise'", "Did you mean min_size?"),
     "an unknown table": ('[[rules]]\ncategory = "a"', 1, "unknown key 'rules'", "Did you mean rule?"),
     "one bracket": ('# x\n[rule]\ncategory = "a"\nfile = "b"', 2, "'rule' is no list of tables", "[[rule]]"),
+    "a file with a line": ('[[rule]]\ncategory = "x"\nfile = "a.py:31"', 3, "names a line", "lines = 31"),
+    "lines that are none": (f'{RULE}lines = "31..60"', 4, "names no lines", '"31-60 84"'),
+    "no line at all": (f'{RULE}lines = " "', 4, "names no lines", ""),
+    "lines the wrong way round": (f'{RULE}lines = "60-31"', 4, "that no line is in", ""),
+    "line 0": (f"{RULE}lines = 0", 4, "that no line is in", ""),
+    "a line that is true": (f"{RULE}lines = true", 4, "'lines' is true or false, not a line", ""),
+    "lines of C++": ('[[rule]]\ncategory = "x"\nfile = "c++"\nfunction = "f"\nlines = 3', 5, "have no lines", ""),
+    "a category that memtrace has not": (f'{RULE}was = "act.safed"', 4, "no category 'act.safed'", "act.saved?"),
+    "a category of no block": (f'{RULE}was = ["alloc.slack"]', 4, "no category 'alloc.slack'", ""),
     "no category": ('[[rule]]\nfile = "a.py"\n\n[[rule]]\nfile = "b.py"\ncategory = "x"', 1, "no 'category'", ""),
     "no file": (f'{RULE}\n[[rule]]\ncategory = "x"', 5, "no 'file'", ""),
     "a number for text": ('[[rule]]\ncategory = "x"\nfile = 3', 3, "'file' is a number, not text", 'file = "..."'),
@@ -404,6 +413,40 @@ def test_functions_are_matched_whole(tmp_path: Path) -> None:
     assert categories(path, f'{RULE}function = "forward"') == ["act.moe", *ours[1:]]
     assert categories(path, f'{RULE}function = ["forward", "route"]') == ["act.moe", "act.moe", ours[2]]
     assert categories(path, f'{RULE}function = "*"') == ["act.moe"] * 3
+
+
+def test_methods_of_one_name_by_their_lines(tmp_path: Path) -> None:
+    """A file with two classes: every method is called forward, as in nanoGPT's model.py."""
+    other = MOE.replace(":31 ", ":84 ")
+    path = snapshot(tmp_path, (MOE, MiB), (other, MiB), (f"{other};{MOE}", MiB), (f"{ROUTE};{MOE}", MiB))
+    ours = categories(path, None)
+    assert categories(path, f"{RULE}lines = 31") == ["act.moe", ours[1], "act.moe", "act.moe"]
+    assert categories(path, f'{RULE}lines = "80-90"') == [ours[0], "act.moe", "act.moe", ours[3]]
+    assert categories(path, f'{RULE}lines = "1-30, 32-83"') == [*ours[:3], "act.moe"]
+    assert categories(path, f'{RULE}lines = "1-20 31"\nfunction = "forward"') == ["act.moe", ours[1], *["act.moe"] * 2]
+    (_, row, *_) = decided(path, parse(f"{RULE}lines = 84", "rules.toml"))
+    assert row[0] == "act.moe"
+
+
+def test_a_rule_of_what_memtrace_itself_says_of_the_block(tmp_path: Path) -> None:
+    path = phases(tmp_path)
+    ours = categories(path, None)
+    assert len(set(ours[1:])) == 2
+    assert categories(path, f'{RULE}was = "{ours[1]}"') == [ours[0], "act.moe", ours[2]]
+    every = f'{RULE}was = "{ours[2]}"\n[[rule]]\ncategory = "rest"\nfile = "moe.py"\nwas = ["{ours[1]}", "bwd.temp"]\n'
+    assert categories(path, every)[1:] == ["rest", "act.moe"]
+
+
+def test_rules_that_decide_nothing_are_named(tmp_path: Path) -> None:
+    path = snapshot(tmp_path, (MOE, MiB))
+    text = f'[[rule]]\ncategory = "a"\nfile = "nope.py"\n\n{RULE}\n[[rule]]\ncategory = "b"\nfile = "moe.py"\n'
+    (notice,) = memtrace.load(path, rules=parse(text, "my.toml")).notices()
+    assert (notice.code, notice.message) == (
+        "idle-rules", "my.toml: 2 of 3 rules decide nothing here: user.1 (line 1), user.3 (line 9)"
+    )  # fmt: skip
+    assert memtrace.load(path, rules=parse(RULE, "my.toml")).notices() == ()
+    section = RULE.replace("[[rule]]", "[[tool.memtrace.rule]]").replace("moe.py", "nope.py")
+    assert memtrace.load(path, rules=parse(section, "a/pyproject.toml")).notices() == ()
 
 
 def test_frames_of_cpp_by_a_part_of_their_name(tmp_path: Path) -> None:
