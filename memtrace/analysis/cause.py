@@ -48,7 +48,8 @@ def main_cause(blame: Blame) -> str | None:
     if blame.by != "category" or not blame.rows or not blame.total_bytes:
         return None
     row = next((one for one in blame.rows if _is_telling(one, blame)), blame.rows[0])
-    what = _WHAT.get(row.category, f"{row.category}: {row.label}")
+    own = row.category if row.label in ("", row.category) else f"{row.category} ({row.label})"
+    what = _WHAT.get(row.category, own)
     share = 100 * row.bytes / blame.total_bytes
     return f"{share:.0f} % of it is {what}." if share < 99.5 else f"All of it is {what}."
 

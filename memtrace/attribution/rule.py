@@ -34,6 +34,17 @@ BY_TEXT = {
 }
 """What `memtrace rules` says of each."""
 
+OUTCOMES = {
+    By.ACTIVATION: ("act.saved", "act.checkpoint", "fwd.temp", "bwd.temp"),
+    By.LOGITS: ("act.logits", "bwd.temp"),
+    By.OPTIMIZER: ("optim.state", "optim.temp"),
+    By.BACKWARD: ("grad.full", "bwd.temp"),
+    By.GRADIENT: ("grad.partition", "grad.bucket"),
+    By.GATHER: ("param.gathered", "param.prefetched", "param.persistent", "param.retained"),
+    By.WAIT: ("param.gathered", "param.prefetched", "param.persistent", "param.retained"),
+}
+"""Categories that a rule so decided may give, beside its own."""
+
 
 class Rank(IntEnum):
     """Of the rules that match the frames of a stack the lowest rank decides; of equals the innermost frame.
@@ -102,6 +113,11 @@ class Rule:
     phases: tuple[Phase, ...] = ()
     lines: tuple[tuple[int, int], ...] = ()
     was: tuple[str, ...] = ()
+
+    @property
+    def categories(self) -> frozenset[str]:
+        """All that it may give. "unknown" stands for what the recording itself says."""
+        return frozenset((self.category, *OUTCOMES.get(self.by, ()), *(site.category for site in self.sites)))
 
     @property
     def looks_at_the_block(self) -> bool:

@@ -82,4 +82,6 @@ def command(
     else:
         from memtrace.cli import blame_text
 
-        blame_text.Report(opened, answer, common, when, top, why=why, full_stack=full_stack, cpp=cpp).write()
+        blame_text.Report(
+            opened, answer, common, when, top, rules=rules, why=why, full_stack=full_stack, cpp=cpp
+        ).write()

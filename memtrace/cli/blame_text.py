@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from memtrace.analysis.frames import display_frame, display_frame_briefly, libra
 from memtrace.api import Snapshot
 from memtrace.attribution import REASON_TEXT, Reason
 from memtrace.attribution.rule import BY_TEXT, By
+from memtrace.attribution.rules.torch import PRIOR_BUCKET, PRIOR_MASTER
 from memtrace.cli.options import Common
 from memtrace.cli.output import Column, Page
 from memtrace.model import Action
@@ -28,7 +31,13 @@ _LIBRARY_FRAMES = 3
 _FULL_FRAMES = 1000
 _REASONS = 10
 _DEEPEST_INDENT = 60
+_LEAST_WRAP = 20
 _NO_PYTHON = "(autograd's thread: no Python frame)"
+_BY_SIZE = (PRIOR_BUCKET.id, PRIOR_MASTER.id)
+_UNDECIDED = {
+    "prior": "Made before the recording began, so without a stack. Record from before the first allocation to name it.",
+    "unknown": "Made by calls that no rule knows. --by stack shows them; docs/rules.md tells how to name them.",
+}
 _TREE_SHARE = 0.01
 """A branch of the tree below this share of the total is summed up in one line."""
 
@@ -44,10 +53,12 @@ class Report:
         when: str,
         top: int,
         *,
+        rules: tuple[str, ...],
         why: bool,
         full_stack: bool,
         cpp: bool,
     ) -> None:
+        self.rules = rules
         self.opened, self.answer, self.shared = opened, answer, shared
         self.when, self.top, self.why, self.full_stack, self.cpp = when, top, why, full_stack, cpp
         self.page: Page = Page(shared.color)
@@ -72,7 +83,7 @@ class Report:
             self._reasons()
         self.page.line()
         for line in self._closing():
-            self.page.line(line, wrap="memtrace blame" not in line)
+            self.page.line(line, wrap=not line.startswith(("next:", "      memtrace ")))
 
     def _unit(self) -> str:
         return {"auto": unit_of(self.answer.total_bytes), "bytes": "B"}.get(self.shared.units, self.shared.units)
@@ -122,20 +133,38 @@ class Report:
         found = self.opened.why(answer.event, answer.of, answer.device)
         for one in found[: max(self.top, _REASONS)]:
             label = f" ({one.label})" if one.label else ""
-            self.page.line(
+            self._item(
                 f"{one.category}{label}: {self._full(one.bytes)}, {plural(one.blocks, 'block')}, {one.confidence} by "
-                f"{one.rule.id}"
+                f"{one.rule.id}",
+                "" if one.frame is None else f"at {display_frame(one.frame)}",
+                one.rule.note,
+                "" if one.rule.by == By.STACK else f"Decided by {BY_TEXT[one.rule.by]}.",
+                one.rule.knob and f"Setting: {one.rule.knob}",
             )
-            if one.frame is not None:
-                self.page.line(f"  at {display_frame(one.frame)}")
-            self.page.line(f"  {one.rule.note}")
-            if one.rule.by != By.STACK:
-                self.page.line(f"  Decided by {BY_TEXT[one.rule.by]}.")
-            if one.rule.knob:
-                self.page.line(f"  Setting: {one.rule.knob}")
         rest = found[max(self.top, _REASONS) :]
         if rest:
-            self.page.line(f"{len(rest)} more rules: {self._full(sum(one.bytes for one in rest))} (-n shows more)")
+            size = self._full(sum(one.bytes for one in rest))
+            self._item(f"{plural(len(rest), 'more rule')}: {size} (-n shows more)")
+        undecided = Counter[str]()
+        for row in self.opened.blame(answer.event, answer.of, "category", answer.device).rows:
+            undecided[row.category] += row.bytes
+        for category, text in _UNDECIDED.items():
+            if undecided[category]:
+                self._item(f"{category}: {self._full(undecided[category])}, no rule decided", text)
+
+    def _item(self, heading: str, *facts: str) -> None:
+        """A heading, and facts indented below it; on a terminal both are wrapped to its width."""
+        width = max(self.page.width, _LEAST_WRAP)
+        for text, indent in ((heading, ""), *((fact, "  ") for fact in facts if fact)):
+            lines = textwrap.wrap(
+                printable(text),
+                width,
+                initial_indent=indent,
+                subsequent_indent=indent + "  ",
+                break_on_hyphens=False,
+            )
+            for line in lines:
+                self.page.line(line)
 
     def _table(self, answer: Blame) -> None:
         shown, hidden = answer.rows[: self.top], answer.rows[self.top :]
@@ -197,6 +226,8 @@ class Report:
         chosen = row.evidence.frame if row.evidence is not None else None
         frames = answer.frames(row)
         if not frames:
+            if row.evidence is not None and row.evidence.rule in _BY_SIZE:
+                return "(from before the recording, told by its size)"
             return _NO_PYTHON if row.category in ("bwd.temp", "grad.full", "grad.partition") else ""
         if chosen is None or side_of(chosen.filename) == Side.CPP:
             chosen = (library_path(frames) or own_frames(frames) or [*frames])[0]
@@ -278,7 +309,8 @@ class Report:
             )
         here = f" -d {device}" if len(self.opened.devices) > 1 else ""
         size = f" --of {answer.of}" if answer.of != "allocated" else ""
-        options = f"--at {self.when if self.when in ('peak', 'end', 'oom') else answer.event}{size}{here}"
+        rules = "".join(f" --rules {shlex.quote(file)}" for file in self.rules)
+        options = f"--at {self.when if self.when in ('peak', 'end', 'oom') else answer.event}{size}{here}{rules}"
         steps = [f"--by {by}" for by in ("stack", "tree") if by != answer.by]
         if answer.by == "category" and not self.why:
             steps.insert(0, "--why")
@@ -288,7 +320,10 @@ class Report:
         for step in steps[1:]:
             yield f"      memtrace blame {name} {options} {step}"
         if answer.of == "allocated":
-            yield f"      memtrace blame {name} --at {answer.event} --of reserved{here}"
+            yield f"      memtrace blame {name} --at {answer.event} --of reserved{here}{rules}"
+        job = self.opened.job(device)
+        if job is not None and job.stage is not None:
+            yield f"      memtrace zero {name}{here}"
 
     def _request(self) -> str | None:
         """At an out-of-memory event: what was asked for, where, and what the driver still had."""

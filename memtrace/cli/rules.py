@@ -26,6 +26,7 @@ EXAMPLES = """\b
 Examples:
   memtrace rules
   memtrace rules deepspeed.zero3.fetch       one rule, with all it looks at
+  memtrace rules param.retained              the rules that may give a category
   memtrace rules --library torch
   memtrace rules --rules moe.toml --library user
   memtrace rules --json"""
@@ -57,7 +58,7 @@ class Listed:
 
 
 @click.command("rules", epilog=EXAMPLES)
-@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.argument("ids", nargs=-1, metavar="[ID|CATEGORY]...")
 @click.option("--library", type=click.Choice(LIBRARIES), help="Only the rules of one library, or your own.")
 @options.rules_option
 @click.option("--json", is_flag=True, help="One JSON document.")
@@ -78,7 +79,9 @@ def command(
     quiet: bool,
     verbose: bool,  # noqa: ARG001 - `diagnostics.guarded` looks at the command line itself
 ) -> None:
-    """The rules that say what memory is for: where each looks, what decides, and why. With ID: all about one rule.
+    """The rules that say what memory is for: where each looks, what decides, and why.
+
+    With ID all about one rule, with CATEGORY (act.saved) all that may give it.
 
     Your own rules come first: those of --rules, then [tool.memtrace] of the nearest pyproject.toml (docs/rules.md).
     """
@@ -88,7 +91,7 @@ def command(
 
         output.write_document("rules", None, {"rules": [document(one) for one in listed]}, ())
     else:
-        _write_text(listed, color, in_full=bool(ids))
+        _write_text(listed, color, in_full=bool(ids) and {one.rule.id for one in listed} <= set(ids))
 
 
 def every_rule(user_rules: Any) -> list[Listed]:
@@ -106,15 +109,23 @@ def chosen(listed: Sequence[Listed], library: str | None, ids: Sequence[str]) ->
         listed = [one for one in listed if one.library == library]
     if not ids:
         return list(listed)
-    by_id = {one.rule.id: one for one in listed}
+    found: dict[str, Listed] = {}
     for name in ids:
-        if name not in by_id:
+        named = [one for one in listed if name == one.rule.id]
+        if not named and name != "unknown":
+            named = [one for one in listed if name in one.rule.categories]
+        if not named:
             where = "memtrace" if library is None else f"the rules of {library}"
-            raise QuestionError(f"no rule {name!r} in {where}", hint=_nearest(name, list(by_id)))
-    return [by_id[name] for name in dict.fromkeys(ids)]
+            raise QuestionError(f"no rule {name!r} in {where}", hint=_nearest(name, [one.rule.id for one in listed]))
+        found |= {one.rule.id: one for one in named}
+    return list(found.values())
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
+    from memtrace.attribution.categories import CATEGORIES, LABELS
+
+    if name in CATEGORIES:
+        return f"It is a category ({LABELS[name]}), and none of these rules gives it: docs/rules.md tells of each."
     within = [one for one in known if one.startswith(name) or name in one.split(".")]
     near = (within or difflib.get_close_matches(name[:200], known, n=5, cutoff=0.5))[:5]
     return f"The nearest: {', '.join(near)}." if near else "memtrace rules lists them all."

@@ -27,7 +27,7 @@ Examples:
 _MAX_CONFIG_BYTES = 16 << 20
 _MOST_PARAMS = 10**18
 _MOST_RANKS = 1 << 24
-_COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)\s*([KMBT]?)", re.ASCII)
+_COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)\s*([KMBTkmbt]?)", re.ASCII)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -36,7 +36,7 @@ def _count(_context: click.Context, _parameter: click.Parameter, value: str | No
     if value is None:
         return None
     match = _COUNT.fullmatch(value.strip())
-    number = float(re.sub("[_,]", "", match[1])) * _FACTORS[match[2]] if match else 0
+    number = float(re.sub("[_,]", "", match[1])) * _FACTORS[match[2].upper()] if match else 0
     if not match or not 1 <= number <= _MOST_PARAMS:
         raise click.BadParameter(f"{value!r} is not a number of parameters (13e9, 13B, 12853473280)")
     return int(match[1]) if match[1].isdigit() and not match[2] else round(number)

@@ -103,10 +103,13 @@ def _near_names(path: str) -> str:
     directory, name = os.path.split(path)
     try:
         with os.scandir(directory or os.curdir) as entries:
-            names = [entry.name for entry in itertools.islice(entries, 10_000)]
+            names = [
+                entry.name for entry in itertools.islice(entries, 10_000) if not entry.name.endswith(".truth.json")
+            ]
     except OSError:
         return f"There is no directory {directory} that can be read."
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    begins = sorted(found for found in names if name and found.startswith(name))[:3]
+    near = begins or difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     if not near:
         return "Check the path; a relative one counts from the current directory."
     return "Did you mean " + " or ".join(str(Path(directory, found)) for found in near) + "?"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from builders import SnapshotBuilder
-from recordings import snapshot_path
+from recordings import FIXTURES, snapshot_path
 from running import memtrace
 
 MiB = 1 << 20
@@ -202,3 +202,26 @@ def test_every_hint_keeps_the_device(tmp_path: Path) -> None:
     ]
     assert hints
     assert all(" -d 0" in line for line in hints)
+
+
+def test_every_hint_keeps_the_rules(tmp_path: Path) -> None:
+    rules = tmp_path / "moe.toml"
+    rules.write_text('[[rule]]\ncategory = "act.moe"\nfile = "model.py"\n', "utf-8")
+    path = SnapshotBuilder().alloc(0x7F0000000000, 4 * MiB, stack="f").pickle(tmp_path / "x.pickle")
+    hints = [line for line in memtrace("blame", "--rules", rules, path).out.splitlines() if "memtrace blame" in line]
+    assert hints
+    assert all(line.endswith(f" --rules {rules}") or f" --rules {rules} " in line for line in hints)
+
+
+def test_a_zero_job_is_pointed_to_the_theory() -> None:
+    path = FIXTURES / "gpt2-zero3-recorded-from-step-0.pickle.xz"
+    assert memtrace("blame", path).out.endswith(f"\n      memtrace zero {path}\n")
+    assert "memtrace zero" not in memtrace("blame", FIXTURES / "ragged.pickle.xz").out
+
+
+def test_what_was_told_by_its_size_says_so() -> None:
+    out = memtrace("blame", "--why", FIXTURES / "gpt2-zero3-recorded-from-step-0.pickle.xz").out
+    bucket = next(line for line in out.splitlines() if line.startswith("grad.bucket  "))
+    assert bucket.endswith("(from before the recording, told by its size)")
+    prior = next(line for line in out.splitlines() if line.startswith("prior: "))
+    assert prior == "prior: 59.67 MiB, no rule decided"

@@ -146,3 +146,10 @@ def test_too_little_memory_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = memtrace("blame", str(FIXTURES / "mlp-adamw.pickle.xz"))
     assert ran.code == 3
     assert ran.err.startswith("memtrace: error[too-large]")
+
+
+def test_a_missing_file_names_its_neighbours_and_no_truth_file(tmp_path: Path) -> None:
+    for name in ("run.pickle.xz", "run.truth.json", "other.pickle"):
+        (tmp_path / name).write_bytes(b"")
+    assert memtrace("info", tmp_path / "run").err.splitlines()[1] == f"hint: Did you mean {tmp_path / 'run.pickle.xz'}?"
+    assert memtrace("info", tmp_path / "rum.pickle").err.splitlines()[1].startswith("hint: Did you mean ")

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from builders import SnapshotBuilder
+from recordings import FIXTURES
 from running import ROOT, memtrace
 
-from memtrace.attribution.categories import CATEGORIES
-from memtrace.attribution.rule import BY_TEXT, By
+from memtrace.attribution.categories import CATEGORIES, LABELS
+from memtrace.attribution.rule import BY_TEXT, OUTCOMES, By
 from memtrace.attribution.rules import ALL, deepspeed, fsdp, transformers
 from memtrace.attribution.rules import torch as torch_rules
 from memtrace.attribution.user_rules import parse, read
@@ -175,8 +176,8 @@ def test_own_rules_come_first_and_say_where_they_are_written(tmp_path: Path) -> 
         "id": "user.1", "library": "user", "category": "act.moe", "label": "", "file": "models/moe.py",
         "functions": ["forward"], "calls": [], "inside": [{"file": "train.py", "functions": ["main"]}],
         "outermost": False, "direct": False, "rank": "user", "decided_by": "stack", "decides": BY_TEXT[By.STACK],
-        "sites": [], "min_bytes": MiB, "max_bytes": None, "phases": ["forward", "other"], "lines": [], "was": [], "since": "", "until": "",
-        "knob": "", "note": "what the experts make", "source": None,
+        "sites": [], "min_bytes": MiB, "max_bytes": None, "phases": ["forward", "other"],
+        "lines": [], "was": [], "since": "", "until": "", "knob": "", "note": "what the experts make", "source": None,
     }  # fmt: skip
     assert rules[0]["source"] == {"file": str(file), "line": 2}
     assert [rule["id"] for rule in listed("--rules", file, "--library", "user")] == ["user.1"]
@@ -329,6 +330,40 @@ def test_the_examples_of_the_documentation_are_rules(tmp_path: Path) -> None:
         folder.mkdir()
         name = "pyproject.toml" if "tool.memtrace" in block else "rules.toml"
         assert read([written(folder / name, block)]).rules
+
+
+def test_the_documentation_lists_the_categories_with_their_labels() -> None:
+    page = (ROOT / "docs" / "rules.md").read_text("utf-8").partition("## The categories\n")[2].partition("\n## ")[0]
+    assert dict(re.findall(r"^\| `([\w.]+)` \| (.*?) \|", page, re.MULTILINE)) == LABELS
+
+
+def test_a_category_lists_the_rules_that_may_give_it() -> None:
+    given = {rule["id"] for rule in listed("act.saved")}
+    assert {"torch.module.call"} <= given
+    assert all(rule.category == "act.saved" or rule.by in OUTCOMES or rule.sites for rule in ALL if rule.id in given)
+    assert {rule["category"] for rule in listed("param.retained")} <= {"param.gathered", "param.prefetched"}
+    assert {"deepspeed.zero3.fetch", "deepspeed.zero3.wait"} <= {rule["id"] for rule in listed("param.retained")}
+
+
+@pytest.mark.parametrize("name", ["prior", "unknown", "alloc.slack"])
+def test_what_no_rule_gives_says_what_it_is(name: str) -> None:
+    ran = memtrace("rules", name)
+    assert ran.code == 2
+    assert f"hint: It is a category ({LABELS[name]})" in ran.err
+
+
+def test_every_decided_category_is_an_outcome_of_its_rule() -> None:
+    """On a recording with all of ZeRO-3 in it: what decided may, by its own word, give what it gave."""
+    rules = {rule.id: rule for rule in ALL}
+    for name in ("opt13b-zero3-deepspeed0.18.9", "gpt2-zero3-recorded-from-step-0"):
+        rows = memtrace("blame", "--by", "block", "--json", FIXTURES / f"{name}.pickle.xz").document["data"]["rows"]
+        decided = [row for row in rows if row["evidence"] is not None]
+        assert decided
+        assert {
+            (row["evidence"]["rule"], row["category"])
+            for row in decided
+            if row["category"] not in rules[row["evidence"]["rule"]].categories
+        } == set()
 
 
 def test_help_needs_nothing_heavy() -> None:

@@ -90,7 +90,7 @@ def test_a_plan_shows_all_stages() -> None:
     assert rows["the paper's sum"] == ["193.72", "50.70", "26.86", "3.03"]
     assert rows["parameters"] == ["24.21", "24.21", "24.21", "0.38"]
     assert "outside zero.Init" in ran.out
-    data = memtrace("zero", "--params", "13B", "--world", 64, "--stage", 3, "--json").document
+    data = memtrace("zero", "--params", "13b", "--world", 64, "--stage", 3, "--json").document
     assert data["snapshot"] is None
     assert [plan["stage"] for plan in data["data"]["stages"]] == [0, 1, 2, 3]
     assert data["data"]["terms"][0]["paper_bytes"] == 2 * 13_000_000_000 // 64
