@@ -9,10 +9,11 @@ from memtrace._version import __version__
 if TYPE_CHECKING:
     from memtrace.api import Peak, Snapshot, load
     from memtrace.errors import MemtraceError
+    from memtrace.record.api import recording
 
-_HOMES = {"Peak": "api", "Snapshot": "api", "load": "api", "MemtraceError": "errors"}
+_HOMES = {"Peak": "api", "Snapshot": "api", "load": "api", "MemtraceError": "errors", "recording": "record.api"}
 
-__all__ = ["MemtraceError", "Peak", "Snapshot", "__version__", "load"]
+__all__ = ["MemtraceError", "Peak", "Snapshot", "__version__", "load", "recording"]
 
 
 def __getattr__(name: str) -> object:

@@ -15,6 +15,9 @@ from memtrace._version import __version__
 COMMANDS = {
     "blame": "Who owns the bytes at the peak, or at any moment.",
     "info": "One page about a snapshot.",
+    "ls": "The recordings there are.",
+    "path": "Where the newest recording is, for scripts.",
+    "record": "Run a training job and record its GPU memory.",
     "rules": "The rules that say what memory is for, and yours.",
     "verify": "Check a snapshot against itself, or against torch's counters.",
     "zero": "ZeRO's theory against a recording, or for a job to come.",
@@ -55,6 +58,7 @@ class _LazyGroup(click.Group):
     cls=_LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Examples:\n"
+    "  memtrace record -- deepspeed train.py      run a job and record it\n"
     "  memtrace blame --peak snapshot.pickle      who owns the peak\n"
     "  memtrace blame --at oom --by stack x.pickle\n"
     "  memtrace info x.pickle.xz                  what is in this file\n"

@@ -1,0 +1,3 @@
+"""The release of memtrace that this was copied from."""
+
+VERSION = "0.1.0"
