@@ -139,6 +139,7 @@ class Snapshot:
         sidecar: Sidecar | None = None,
     ) -> None:
         self.data = data if sidecar is None or sidecar.torch is None else _of_release(data, sidecar.torch)
+        self._as_read = data
         self.sidecar = sidecar
         self.recording = recording
         self.rules = rules
@@ -181,9 +182,41 @@ class Snapshot:
 
     def notices(self, device: int | None = None) -> tuple[Notice, ...]:
         """What to know before trusting an answer: of the file, and of one device."""
-        beside = () if self.sidecar is None else self.sidecar.notices
         own = () if self.rules is None else self.rules.idle(self.attribution(device))
-        return (*self.replay(device).notices, *self.data.notices, *beside, *own)
+        return (*self.file_notices(device), *own)
+
+    def file_notices(self, device: int | None = None) -> tuple[Notice, ...]:
+        """The same without what the user's rules have to say: nothing is attributed for these."""
+        replay, beside = self.replay(device), self.sidecar
+        notices = (*replay.notices, *self.data.notices)
+        if beside is None:
+            return notices
+        if beside.max_entries is not None:
+            notices = tuple(self._sure_of_start(notice, replay, beside.max_entries) for notice in notices)
+        return (*notices, *beside.notices)
+
+    def _sure_of_start(self, notice: Notice, replay: Replay, max_entries: int) -> Notice:
+        """Why a trace is incomplete, where the size of torch's ring is known."""
+        if notice.code != "incomplete":
+            return notice
+        if self._is_ring_full(replay.device):
+            cause = (
+                f"torch's ring of {max_entries:,} events was full and lost the oldest, at least "
+                f"{plural(replay.lost_events_at_least, 'event')}: record with a larger --max-entries"
+            )
+        else:
+            cause = (
+                "recording began when memory was allocated already, by at least "
+                f"{plural(replay.lost_events_at_least, 'event')}; since then nothing was lost"
+            )
+        where = f"device {replay.device}: " if len(self.data.traces) > 1 else ""
+        exact = "Counters are exact from the trace's start on; peaks before it are not known"
+        return Notice(notice.code, f"{where}{cause}. {exact}")
+
+    def _is_ring_full(self, device: int) -> bool:
+        """Whether the recorder's ring is known to have been filled by this device's events."""
+        most = None if self.sidecar is None else self.sidecar.max_entries
+        return most is not None and len(self.data.trace(device)) >= most
 
     def replay(self, device: int | None = None) -> Replay:
         """Block lifetimes and counters of one device (default: the one with the highest peak)."""
@@ -324,7 +357,8 @@ class Snapshot:
         world = None if self.recording is None else self.recording.world
         if world is None and self.sidecar is not None:
             world = self.sidecar.world
-        return {"world": world, "rank": None if self.recording is None else self.recording.rank}
+        beside = None if self.sidecar is None else self.sidecar.rank
+        return {"world": world, "rank": beside if self.recording is None else self.recording.rank}
 
     def tree(self, at: str | int = "peak", of: str = "allocated", device: int | None = None) -> CallTree:
         """The call tree of a moment: a networkx DiGraph of frames with edges weighted in bytes."""
@@ -338,11 +372,22 @@ class Snapshot:
 
         return verify(self.data, self.replay(device), truth)
 
+    def verify_recorded(self, device: int | None = None) -> Verdict:
+        """The replay held against itself and against what the recorder noted beside it, at the end and when recording
+        began (unless the trace goes back less far, torch's ring having been full)."""
+        from memtrace.analysis.verify import verify
+
+        replay, beside = self.replay(device), self.sidecar
+        if beside is None:
+            return verify(self.data, replay)
+        has_start = beside.is_about(replay.device) and (replay.complete or not self._is_ring_full(replay.device))
+        return verify(self.data, replay, beside.stats_of(replay.device), beside.start if has_start else None)
+
     def info(self, device: int | None = None) -> DeviceInfo:
         """One page about a device."""
         from memtrace.analysis.info import device_info
 
-        return device_info(self.data, self.replay(device))
+        return device_info(self.data, self.replay(device), None if self.sidecar is None else self.sidecar.device)
 
     def to_pandas(self, device: int | None = None) -> Any:
         """Every block of a device as a pandas DataFrame. Raises MissingExtraError without pandas."""
@@ -376,7 +421,7 @@ class Snapshot:
         decisions = {}
         if self.rules is None and self.sidecar is None:
             decisions = {device: (self._timelines[device], one) for device, one in self._attributions.items()}
-        return self._stored.keep(self.data, self._replays, self._peaks, decisions)
+        return self._stored.keep(self._as_read, self._replays, self._peaks, decisions)
 
     def _stored_replay(self, device: int) -> tuple[Replay, Peaks] | None:
         return None if self._stored is None else self._stored.replay(device, self.data)
@@ -405,8 +450,8 @@ class Snapshot:
 
 
 def _of_release(data: SnapshotData, release: str) -> SnapshotData:
-    """The same, recorded by a release of torch that is known exactly."""
-    short = ".".join(release.split(".")[:3])
+    """The same, recorded by a release of torch that is known; as in ranges, without the number of its patch."""
+    short = ".".join(release.split(".")[:2])
     return replace(data, torch=TorchRange(short, short))
 
 

@@ -13,6 +13,7 @@ _LIBRARY = re.compile(
     r"^<__array_function__|^<eval_with_key>|^torch_compiled_|[/\\]torchinductor_",
     re.IGNORECASE,
 )
+_RECORDER = re.compile(r"(?:^|[/\\])(?:memtrace_inside|memtrace[/\\]record[/\\]inside)[/\\]")
 _PACKAGES = re.compile(r".*[/\\](?:site|dist)-packages[/\\]|.*[/\\]lib(?:64)?[/\\]python[0-9.]+[/\\]", re.IGNORECASE)
 
 
@@ -54,6 +55,17 @@ def side_of(filename: str) -> Side:
     if _CPP.search(filename):
         return Side.CPP
     return Side.LIBRARY if _LIBRARY.search(filename) else Side.OWN
+
+
+def is_recorders(filename: str) -> bool:
+    """Whether a file is of the recorder's part that runs in the job.
+
+    >>> is_recorders("/job/.memtrace/20251202-1450-train/.bootstrap/memtrace_inside/gathers.py")
+    True
+    >>> is_recorders("/opt/py/site-packages/memtrace/record/launch.py")
+    False
+    """
+    return _RECORDER.search(filename) is not None
 
 
 @functools.lru_cache(maxsize=1 << 16)

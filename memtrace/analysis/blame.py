@@ -12,15 +12,15 @@ from memtrace.allocator import Lifetimes, Replay
 from memtrace.analysis.frames import ShownStacks, display_frame, innermost_common
 from memtrace.analysis.holdings import NO_BLOCK, Holdings, holdings_at
 from memtrace.attribution import CONFIDENCE, REASON_TEXT, Attribution, Reason
-from memtrace.model import Frame, SnapshotData, StackTable
+from memtrace.model import Frame, SnapshotData, StackTable, Trace
 from memtrace.model.stacks import NOT_RECORDED
 from memtrace.timeline import PHASES, Timeline
 from memtrace.timeline.timeline import NO_STEP
 from memtrace.units import format_bytes
 
-By = Literal["category", "stack", "frame", "file", "phase", "stream", "block", "tree"]
+By = Literal["category", "stack", "frame", "file", "module", "phase", "stream", "block", "tree"]
 _ALLOCATOR_KEYS = -(1 << 32)
-BYS = ("category", "stack", "frame", "file", "phase", "stream", "block", "tree")
+BYS = ("category", "stack", "frame", "file", "module", "phase", "stream", "block", "tree")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class BlockFacts:
     before_recording: bool
     phase: str | None
     step: int | None
+    module: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One group. `key` is the group's name where it has one of its own (file, frame, phase, stream); `category` is the
-    one with most bytes; `stack` the heaviest, as an id of `Blame.stacks` (-1: none); `dominator` the innermost frame
+    """One group. `key` is the group's name where it has one of its own (file, frame, module, phase, stream); `category`
+    the one with most bytes; `stack` the heaviest, an id of `Blame.stacks` (-1: none); `dominator` the innermost frame
     that all bytes of the group pass through, if there is one; `evidence` what decided most bytes of that category;
     `is_from_one_call`: all bytes pass through the evidence's frame."""
 
@@ -113,7 +114,7 @@ def blame_at(
 ) -> Blame:
     """Who owns the bytes of counter `of` after `event`, grouped `by` one of `BYS` (`tree`: by call path)."""
     held = holdings_at(replay, attribution, event, of)
-    groups = _Groups(held, shown, replay, timeline, attribution, data.stacks, event)
+    groups = _Groups(held, shown, replay, timeline, attribution, data, event)
     rows = groups.blocks() if by == "block" else [groups.row(members, by) for members in groups.members(by)]
     rows.sort(key=lambda row: (-row.bytes, row.key or "", row.category, row.stack))
     times = data.trace(replay.device).time_us
@@ -162,19 +163,20 @@ class _Groups:
         replay: Replay,
         timeline: Timeline,
         attribution: Attribution,
-        stacks: StackTable,
+        data: SnapshotData,
         event: int,
     ) -> None:
         self.held = held
         self.shown = shown
         self.replay = replay
         self.attribution = attribution
-        self.stacks = stacks
+        self.stacks = data.stacks
         self.timeline = timeline
         self.segments = _SegmentLookup(replay, event)
         self.shown_row = shown.rows(held.stack)
         born = np.where(held.block == NO_BLOCK, -1, replay.lifetimes.born[held.block]) if len(held) else held.block
         self.run = np.where(born < 0, -1, timeline.runs(born)) if len(timeline) else np.full(len(held), -1)
+        self.module, self.modules = _modules(data, data.trace(replay.device), born)
 
     def members(self, by: str) -> list[NDArray[np.int64]]:
         """Row numbers of each group."""
@@ -189,6 +191,8 @@ class _Groups:
             keys = np.unique(held.stream, return_inverse=True)[1].astype(np.int64)
         elif by == "phase":
             keys = self._phase_keys()
+        elif by == "module":
+            keys = self.module
         else:
             row = self.shown_row.astype(np.int64)
             keys = row if by in ("stack", "tree") else _frame_keys(row, self.shown, by)
@@ -236,7 +240,8 @@ class _Groups:
         segments = self.segments.addresses(index) if len(blocks) else [None] * len(held)
         moments = {run: self._moment(run) for run in np.unique(self.run).tolist()}
         when = [moments[run] for run in self.run.tolist()]
-        facts = zip(*columns, segments, when, strict=True)
+        modules = [self._module(module) for module in self.module.tolist()]
+        facts = zip(*columns, segments, when, modules, strict=True)
         rows = []
         for size, block, category, confidence, reason, rule, frame, label, stack, fact in zip(
             held.bytes.tolist(),
@@ -282,6 +287,9 @@ class _Groups:
         step = int(self.timeline.step[run])
         return PHASES[int(self.timeline.phase[run])], None if step == NO_STEP else step
 
+    def _module(self, module: int) -> str | None:
+        return None if module < 0 else self.modules[module]
+
     def _label_of(self, category: int, reason: int, label: int, stack: int) -> str:
         """The label of one block: its rule's, else its category's; of an undecided one why, and its line."""
         if label >= 0:
@@ -319,6 +327,8 @@ class _Groups:
         if by == "phase":
             phase, step = self._moment(int(self.run[first]))
             return phase if step is None else f"{phase}, step {step}"
+        if by == "module":
+            return self._module(int(self.module[first]))
         row = int(self.shown_row[first])
         if by not in ("frame", "file") or row == NOT_RECORDED:
             return None
@@ -366,6 +376,20 @@ class _Groups:
         return None if NOT_RECORDED in rows else innermost_common(self.shown.table, rows)
 
 
+def _modules(data: SnapshotData, trace: Trace, born: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """The modules that made the blocks born at these events (-1: before all): rows of their names, -1: not said."""
+    texts = trace.user_metadata
+    if texts is None or not len(texts):
+        return np.full(len(born), -1, np.int64), ()
+    from memtrace.timeline.recorded import module_of_text
+
+    said, which = np.unique(np.where(born < 0, np.int32(-1), texts[born]), return_inverse=True)
+    names = [module_of_text(data.strings[text]) if text >= 0 else None for text in said.tolist()]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(name for name in names if name is not None))}
+    rows = np.array([-1 if name is None else numbers[name] for name in names], np.int64)
+    return rows[which.ravel()] if len(rows) else np.full(len(born), -1, np.int64), tuple(numbers)
+
+
 def _fact_columns(blocks: Lifetimes) -> tuple[NDArray[Any], ...]:
     """What `_facts` takes, without the address of the segment."""
     return (
@@ -391,9 +415,10 @@ def _facts(
     large: bool,
     segment: int | None,
     moment: tuple[str | None, int | None],
+    module: str | None,
 ) -> BlockFacts:
     pool = "large" if large else "small"
-    return BlockFacts(address, size, requested, born, freed, died, stream, pool, segment, born < 0, *moment)
+    return BlockFacts(address, size, requested, born, freed, died, stream, pool, segment, born < 0, *moment, module)
 
 
 class _SegmentLookup:

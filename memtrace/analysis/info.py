@@ -8,6 +8,7 @@ import numpy as np
 
 from memtrace.allocator import Replay, series
 from memtrace.analysis.moment import COUNTER
+from memtrace.io.sidecar import Device
 from memtrace.model import SnapshotData, Trace
 from memtrace.places import Side
 from memtrace.timeline.callsites import frame_sides
@@ -24,9 +25,12 @@ class StackCounts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One device: events by action, times in microseconds since 1970 (None: torch before 2.2), counters in bytes."""
+    """One device: events by action, times in microseconds since 1970 (None: torch before 2.2), counters in bytes.
+    Its name and capacity, where the recorder noted them."""
 
     device: int
+    name: str | None
+    capacity_bytes: int | None
     events: int
     first_us: int | None
     last_us: int | None
@@ -41,14 +45,17 @@ class DeviceInfo:
     streams: int
 
 
-def device_info(data: SnapshotData, replay: Replay) -> DeviceInfo:
-    """The page of one device."""
+def device_info(data: SnapshotData, replay: Replay, noted: Device | None = None) -> DeviceInfo:
+    """The page of one device; `noted` is what the recorder says of the device that it saw."""
+    known = noted if noted is not None and noted.ordinal in (None, replay.device) else Device(None, None, None)
     trace = data.trace(replay.device)
     values = {of: series(replay, counter) for of, counter in COUNTER.items()}
     counts = np.bincount(trace.action, minlength=len(data.actions))
     timed = trace.time_us is not None and len(trace) > 0
     return DeviceInfo(
         device=replay.device,
+        name=known.name,
+        capacity_bytes=known.capacity_bytes,
         events=len(trace),
         first_us=int(trace.time_us[0]) if trace.time_us is not None and timed else None,
         last_us=int(trace.time_us[-1]) if trace.time_us is not None and timed else None,

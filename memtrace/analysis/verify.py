@@ -1,4 +1,4 @@
-"""Our counters against torch's own (contract.md, `verify --truth`)."""
+"""Our counters against torch's own (contract.md, `verify --truth`), at the end and at the moment recording began."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memtrace.allocator import COUNTERS, POOLS, Replay, stats
 from memtrace.allocator.counters import Column, each_series
 from memtrace.errors import SourceError
+from memtrace.io.sidecar import Start
 from memtrace.model import SnapshotData
 
 KINDS = ("current", "peak", "allocated", "freed")
@@ -40,7 +42,8 @@ class Difference:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """One device held against itself and, with a truth, against torch. `reset_events` are the first and last event
-    at which one reset of all peaks explains every peak in the truth."""
+    at which one reset of all peaks explains every peak in the truth. `start_compared` and `start_equal` count the
+    numbers of the moment when recording began; in `different` their names begin with `start.`."""
 
     device: int
     events: int
@@ -51,14 +54,19 @@ class Verdict:
     equal: int
     reset_events: tuple[int, int] | None
     different: tuple[Difference, ...]
+    start_compared: int = 0
+    start_equal: int = 0
 
     @property
     def failed(self) -> bool:
         return self.conflicts > 0 or any(item.why == "difference" for item in self.different)
 
 
-def verify(data: SnapshotData, replay: Replay, truth: Mapping[str, object] | None = None) -> Verdict:
-    """The verdict on one device; `truth` is `torch.cuda.memory_stats()` of when the snapshot was taken.
+def verify(
+    data: SnapshotData, replay: Replay, truth: Mapping[str, object] | None = None, start: Start | None = None
+) -> Verdict:
+    """The verdict on one device; `truth` is `torch.cuda.memory_stats()` of when the snapshot was taken, `start` what
+    was noted when recording began.
 
     Raises BadTruthError when the truth misses one of the numbers that must be compared.
     """
@@ -71,6 +79,8 @@ def verify(data: SnapshotData, replay: Replay, truth: Mapping[str, object] | Non
         Difference(name, ours[name], theirs[name], _why(name, ours[name], theirs[name], replay.complete, reset))
         for name in unequal
     )
+    at_start = [] if start is None else _at_start(replay, start)
+    wrong_at_start = tuple(item for item in at_start if item.ours != item.truth)
     return Verdict(
         device=replay.device,
         events=replay.events,
@@ -80,8 +90,52 @@ def verify(data: SnapshotData, replay: Replay, truth: Mapping[str, object] | Non
         compared=len(names),
         equal=len(names) - len(unequal),
         reset_events=reset,
-        different=different,
+        different=different + wrong_at_start,
+        start_compared=len(at_start),
+        start_equal=len(at_start) - len(wrong_at_start),
     )
+
+
+def _at_start(replay: Replay, start: Start) -> list[Difference]:
+    """The state before the trace, as we find it by walking back, beside torch's own; equal or not.
+
+    The size of a block from before the recording may be known only within a bound: what that bound explains is
+    `before_window`.
+    """
+    if not replay.events:
+        return []
+    before = {name: int(delta[0]) for name, delta in each_series(replay)}
+    blocks = replay.lifetimes
+    unsure = (blocks.born < 0) & (blocks.slack_bound > 0)
+    found = []
+    for name, ours in before.items():
+        truth = None if start.stats is None else start.stats.get(f"{name}.current")
+        if truth is not None:
+            counter, pool = name.split(".")
+            bounds = blocks.slack_bound[unsure & _in_pool(blocks.large, pool)]
+            why = "before_window" if _is_within(counter, ours - truth, bounds) else "difference"
+            found.append(Difference(f"start.{name}.current", ours, truth, why))
+    if start.map is not None:
+        bounds = blocks.slack_bound[unsure]
+        for name, truth in start.map._asdict().items():
+            counter = {"active_blocks": "active"}.get(name, name)
+            ours = before[f"{counter}.all"]
+            why = "before_window" if _is_within(counter, ours - truth, bounds) else "difference"
+            found.append(Difference(f"start.segments.{name}", ours, truth, why))
+    return found
+
+
+def _in_pool(large: NDArray[np.bool_], pool: str) -> NDArray[np.bool_]:
+    return np.ones(len(large), np.bool_) if pool == "all" else large == (pool == "large_pool")
+
+
+def _is_within(counter: str, surplus: int, bounds: Column) -> bool:
+    """Whether blocks larger than we take them for, each by at most its bound, explain what we have too much."""
+    if counter in ("allocated_bytes", "active_bytes"):
+        return 0 <= -surplus <= int(bounds.sum())
+    if counter == "inactive_split_bytes":
+        return 0 <= surplus <= int(bounds.sum())
+    return counter == "inactive_split" and 0 <= surplus <= len(bounds)
 
 
 def _number(truth: Mapping[str, object], name: str) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from memtrace.api import Snapshot
 
 OFS = ("allocated", "reserved", "requested", "active")
-BYS = ("category", "stack", "frame", "file", "phase", "stream", "block", "tree")
+BYS = ("category", "stack", "frame", "file", "module", "phase", "stream", "block", "tree")
 EXAMPLES = """\b
 Examples:
   memtrace blame --peak snapshot.pickle

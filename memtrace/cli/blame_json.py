@@ -65,7 +65,7 @@ def _json_row(answer: Blame, row: Row) -> dict[str, Any]:
             "segment": block.segment,
             "phase": block.phase,
             "step": block.step,
-            "module": None,
+            "module": block.module,
             "before_recording": block.before_recording,
         }
     return fields

@@ -75,6 +75,9 @@ class Report:
             self._tree()
         else:
             self._table(answer)
+            if answer.by == "module" and all(row.key is None for row in answer.rows):
+                self.page.line()
+                self.page.line("The recording does not say which module made what. memtrace record --modules does.")
             if answer.by == "category" and self._mostly_unknown():
                 self.page.line()
                 self.page.line("By stack, your own frames first:")
@@ -216,10 +219,11 @@ class Report:
         return [f"{block.address:#x}", born, freed, block.pool]
 
     def _named(self, row: Row) -> str:
-        """A file or frame, or why there is none."""
+        """A file, frame, module or phase, or why there is none."""
+        by = self.answer.by
         if row.key is None:
-            return f"({row.category}: {row.label})"
-        return printable(row.key if self.full_stack else short_path(row.key))
+            return "(no module)" if by == "module" and row.blocks else f"({row.category}: {row.label})"
+        return printable(short_path(row.key) if by in ("file", "frame") and not self.full_stack else row.key)
 
     def _origin(self, answer: Blame, row: Row) -> str:
         """The call that decided most of the row; "mostly" unless all of its bytes pass through it."""

@@ -33,7 +33,7 @@ def command(common: Common, snapshot: str | None, device: int | None) -> None:
         options.choose_device(opened, device, common)
     devices = opened.devices if device is None else (device,)
     pages = [opened.info(ordinal) for ordinal in devices]
-    notices = [notice for ordinal in devices for notice in opened.replay(ordinal).notices] + list(opened.data.notices)
+    notices = list(dict.fromkeys(notice for ordinal in devices for notice in opened.file_notices(ordinal)))
     options.show_notices(notices, common)
     if common.json:
         _write_json(opened, pages, notices, device)
@@ -47,8 +47,8 @@ def _write_json(opened: Snapshot, pages: list[DeviceInfo], notices: Any, device:
 
     data = opened.data
     keys = (
-        "device", "events", "first_us", "last_us", "complete", "lost_events_at_least", "actions", "stacks",
-        "current", "peak", "peak_event", "segments", "streams",
+        "device", "name", "capacity_bytes", "events", "first_us", "last_us", "complete", "lost_events_at_least",
+        "actions", "stacks", "current", "peak", "peak_event", "segments", "streams",
     )  # fmt: skip
     output.write_document(
         "info",
@@ -80,7 +80,7 @@ def _write_text(opened: Snapshot, pages: list[DeviceInfo], shared: Common) -> No
         )
         state = "complete" if item.complete else "not complete"
         page.line(
-            f"Device {item.device}: {plural(item.events, 'event')} over {span}, {state}; "
+            f"Device {item.device}{_named(item, shared.units)}: {plural(item.events, 'event')} over {span}, {state}; "
             f"{plural(item.segments, 'segment')} at the end, {plural(item.streams, 'stream')}"
         )
         rows = [
@@ -108,6 +108,15 @@ def _write_text(opened: Snapshot, pages: list[DeviceInfo], shared: Common) -> No
             f"annotations: {shown}"
             + (f" and {len(names) - _SETTINGS_SHOWN} more" if len(names) > _SETTINGS_SHOWN else "")
         )
+
+
+def _named(item: DeviceInfo, units: str) -> str:
+    """The device's name and capacity, as far as they are known."""
+    from memtrace.units import format_bytes
+
+    capacity = None if item.capacity_bytes is None else format_bytes(item.capacity_bytes, units)
+    known = [part for part in (item.name, capacity) if part]
+    return f" ({', '.join(known)})" if known else ""
 
 
 def _settings(opened: Snapshot) -> str:

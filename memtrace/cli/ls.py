@@ -75,25 +75,23 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _is_recording(directory: Path) -> bool:
-    from memtrace.record import layout
-
-    return layout.read_meta(directory).get("schema") == layout.META_SCHEMA or bool(recording.ranks_of(directory))
+    """Also where no rank left anything: that is worth seeing."""
+    return recording.read_meta(directory).name is not None or bool(recording.ranks_of(directory))
 
 
 def _described(directory: Path) -> Found:
     from memtrace.cli import record_text
     from memtrace.record import layout
 
-    meta = layout.read_meta(directory)
+    meta = recording.read_meta(directory)
     ranks = record_text.ranks_in(directory)
-    started = _whole(meta.get("started_us"))
     return Found(
         path=directory,
-        name=str(meta.get("name") or directory.name),
-        started_us=directory.stat().st_mtime_ns // 1000 if started is None else started,
-        ended_us=_whole(meta.get("ended_us")),
-        exit_code=_whole(meta.get("exit_code")),
-        signal=_whole(meta.get("signal")),
+        name=meta.name or directory.name,
+        started_us=directory.stat().st_mtime_ns // 1000 if meta.started_us is None else meta.started_us,
+        ended_us=meta.ended_us,
+        exit_code=meta.exit_code,
+        signal=meta.signal,
         ranks=tuple(sorted(one.rank for one in ranks if one.path is not None)),
         peak_bytes=max((one.allocated for one in ranks if one.allocated is not None), default=None),
         bytes=layout.size_of(directory),
@@ -154,7 +152,3 @@ def _when(started_us: int) -> str:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(started_us / 1e6))
     except (OSError, OverflowError, ValueError):
         return "?"
-
-
-def _whole(value: object) -> int | None:
-    return value if type(value) is int else None

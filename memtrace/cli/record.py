@@ -112,9 +112,10 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="all: C++ frames too. Several kB an event, and a dump may take minutes.",
         ),
         click.option(
-            "--threaded-backward",
-            is_flag=True,
-            help="Leave backward on torch's own threads: its allocations then have no Python stack.",
+            "--single-thread-backward/--threaded-backward",
+            "single_thread_backward",
+            help="Run backward on the thread that asks for it: all it allocates then has a Python stack, and cuBLAS "
+            "makes one workspace less. Default: torch's own threads.",
         ),
         click.option(
             "--modules",
@@ -237,11 +238,12 @@ def _settings(directory: Path, name: str, options: dict[str, Any]) -> Settings:
     from memtrace.record.inside.settings import Settings
 
     same = (
-        "max_entries", "stacks", "threaded_backward", "modules", "on", "every", "steps", "skip_first", "ranks",
+        "max_entries", "stacks", "modules", "on", "every", "steps", "skip_first", "ranks",
         "dump_jobs", "plain_paths", "plain_host",
     )  # fmt: skip
     return Settings(
         directory=str(directory),
+        threaded_backward=not options["single_thread_backward"],
         duration_s=options["duration"] or 0.0,
         grace_s=options["grace"],
         world=options["simulate_world"] or 0,
@@ -253,15 +255,12 @@ def _settings(directory: Path, name: str, options: dict[str, Any]) -> Settings:
 
 def _cost(settings: Settings) -> str:
     """What the largest recording takes, in each rank."""
-    from memtrace.units import format_bytes
-
     if settings.stacks == "all":
         return f"at most {settings.max_entries:,} events a rank, each several kB with C++ stacks"
-    memory = format_bytes(settings.max_entries * (_RING_BYTES + _DUMP_BYTES))
-    disk = format_bytes(settings.max_entries * _FILE_BYTES)
     return (
-        f"at most {settings.max_entries:,} events a rank, which take about {memory} of host memory while dumped and "
-        f"{disk} of disk (--max-entries)"
+        f"at most {settings.max_entries:,} events a rank, which take about "
+        f"{settings.max_entries * (_RING_BYTES + _DUMP_BYTES) / 1e9:,.1f} GB of host memory while dumped and "
+        f"{settings.max_entries * _FILE_BYTES / 1e6:,.0f} MB of disk (--max-entries)"
     )
 
 
@@ -300,6 +299,7 @@ def _finish(settings: Settings, command: Sequence[str], outcome: Outcome, *, qui
 
     directory = Path(settings.directory)
     is_quick = record_text.is_quick(directory)
+    layout.tidy(directory)
     for problem in layout.pack(directory):
         diagnostics.note(problem)
     layout.write_meta(directory, _meta(settings, command, outcome))

@@ -13,10 +13,12 @@ from typing import Any
 
 from memtrace.cli import COMMANDS, diagnostics
 from memtrace.io import recording
+from memtrace.io.sidecar import natural, read_json, sidecar_path
 from memtrace.units import format_bytes, plural
 
 SHOWN = 16
 _QUICK_BYTES = 200_000_000
+_SIDECAR_BYTES = 256 << 20
 _NEXT = ("blame --peak", "oom", "advise", "tui", "ranks", "verify")
 NOBODY = (
     "no process of the command reported: none imported torch, or the recorder could not come in (python -I, -E or -S, "
@@ -42,11 +44,11 @@ class Rank:
 
     @property
     def steps(self) -> int | None:
-        return _count(self.sidecar.get("steps"))
+        return natural(self.sidecar.get("steps"))
 
     def _stat(self, name: str) -> int | None:
         stats = self.sidecar.get("stats")
-        return _count(stats.get(name)) if isinstance(stats, dict) else None
+        return natural(stats.get(name)) if isinstance(stats, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,15 @@ def ranks_in(directory: Path) -> list[Rank]:
     from memtrace.record import layout
 
     files = {item.rank: item.path for item in recording.ranks_of(directory)}
-    found = [
-        Rank(rank, files.get(rank), recording.sidecar(directory, rank))
-        for rank in sorted({*files, *layout.reported(directory)})
-    ]
+    ranks = sorted({*files, *layout.reported(directory)})
+    found = [Rank(rank, files.get(rank), _sidecar(directory, rank, files.get(rank))) for rank in ranks]
     return sorted(found, key=lambda one: -1 if one.allocated is None else one.allocated, reverse=True)
+
+
+def _sidecar(directory: Path, rank: int, snapshot: Path | None) -> dict[str, Any]:
+    """What lies beside this snapshot, which need not be the rank's last; without one, what the rank left."""
+    beside = {} if snapshot is None else read_json(sidecar_path(snapshot), _SIDECAR_BYTES)
+    return beside or dict(recording.sidecar(directory, rank))
 
 
 def report(directory: Path, *, with_moments: bool, quiet: bool) -> None:
@@ -169,7 +175,7 @@ def _say_unrecorded(ranks: Sequence[Rank]) -> None:
 def _why_unrecorded(one: Rank) -> str:
     notes = one.sidecar.get("notes")
     said = [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
-    if one.sidecar.get("device") is None:
+    if one.sidecar and one.sidecar.get("device") is None:
         no_device = [note for note in said if note.startswith("no CUDA device")]
         return no_device[0] if no_device else f"no CUDA device in rank {one.rank}: nothing to record"
     return f"rank {one.rank} left no snapshot" + (f": {said[-1]}" if said else "")
@@ -179,7 +185,7 @@ def _say_oom(one: Rank) -> None:
     oom = _oom_of(one)
     if oom is None:
         return
-    asked, free, step = (_count(oom.get(key)) for key in ("asked_bytes", "free_bytes", "step"))
+    asked, free, step = (natural(oom.get(key)) for key in ("asked_bytes", "free_bytes", "step"))
     text = f"rank {one.rank}: out of memory{_when(one, oom, step)}"
     text += "" if asked is None else f", asked {format_bytes(asked)}"
     text += "" if free is None else f", {format_bytes(free)} free on the device"
@@ -190,13 +196,13 @@ def _when(one: Rank, oom: dict[str, Any], step: int | None) -> str:
     """The phase of the sidecar that began last before the failure."""
     from memtrace.timeline.timeline import in_words
 
-    time_us, phases = _count(oom.get("time_us")), one.sidecar.get("phases")
+    time_us, phases = natural(oom.get("time_us")), one.sidecar.get("phases")
     begun = [
         phase
         for phase in (phases if isinstance(phases, list) else [])
         if isinstance(phase, dict)
         and time_us is not None
-        and (_count(phase.get("begin_us")) or time_us + 1) <= time_us <= (_count(phase.get("end_us")) or time_us)
+        and (natural(phase.get("begin_us")) or time_us + 1) <= time_us <= (natural(phase.get("end_us")) or time_us)
     ]
     last = max(begun, key=lambda phase: int(phase["begin_us"]), default={})
     words = in_words(str(last["phase"]) if "phase" in last else None, step)
@@ -232,7 +238,3 @@ def _is_found(directory: Path) -> bool:
 
 def _bytes(size: int | None) -> str:
     return "" if size is None else format_bytes(size)
-
-
-def _count(value: object) -> int | None:
-    return value if type(value) is int and value >= 0 else None

@@ -12,6 +12,7 @@ from memtrace.io import versions
 from memtrace.io.columns import check_dicts, check_list, integers
 from memtrace.io.events import Vocabulary, parse_trace
 from memtrace.io.intern import Interner, StackIds
+from memtrace.io.ours import without_recorder
 from memtrace.io.state import MAX_DEVICES, State, listed_blocks, parse_state
 from memtrace.model import Action, Annotations, Notice, SnapshotData, StackTable, Trace
 from memtrace.model.snapshot import Setting
@@ -61,7 +62,7 @@ def assemble(parsed: Parsed, *, path: str, file_bytes: int) -> SnapshotData:
     settings = _settings(top.get("allocator_settings"))
     notices = _notices(top, parsed.traces, state, words)
     traces, reordered = _in_order(parsed.traces)
-    return SnapshotData(
+    data = SnapshotData(
         path=path,
         file_bytes=file_bytes,
         traces=_present(traces, state),
@@ -84,6 +85,7 @@ def assemble(parsed: Parsed, *, path: str, file_bytes: int) -> SnapshotData:
         tiled=state.tiled,
         notices=tuple(notices + reordered),
     )
+    return without_recorder(data)
 
 
 def top_of(loaded: object) -> dict[str, object]:

@@ -35,7 +35,7 @@ def recording(
     name: str = "",
     max_entries: int = 1_000_000,
     stacks: str = "python",
-    threaded_backward: bool = False,
+    threaded_backward: bool = True,
     modules: bool = False,
     every: int = 0,
     on: tuple[str, ...] = ("exit", "oom"),
@@ -114,6 +114,7 @@ def _launched() -> str:
 def _finish(directory: Path, meta: dict[str, Any]) -> None:
     try:
         layout.write_meta(directory, meta)
+        layout.tidy(directory)
         for problem in layout.pack(directory):
             notes.say(problem)
         layout.remember(directory)

@@ -10,16 +10,15 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from memtrace.errors import MemtraceError
 from memtrace.record.inside.settings import TWIN, VARIABLE, Settings, encode
 from memtrace.record.layout import BOOTSTRAP
+from memtrace.record.witness import Witness
 
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
@@ -27,7 +26,7 @@ NOT_EXECUTABLE = 126
 _SI_KERNEL = 0x80
 _PR_SET_PDEATHSIG = 1
 _SHEBANG_BYTES = 256
-_FORWARDED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGTERM")
+_PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGTERM")
 _PYTHON = re.compile(r"(?:python|pypy)[0-9.]*t?")
 
 
@@ -56,8 +55,11 @@ def run(command: Sequence[str], settings: Settings | None) -> Outcome:
     environ = dict(os.environ) if settings is None else environment(settings, os.environ)
     started_us = _now_us()
     with _held_signals() as held:
-        process = _start(command, environ, held)
-        code = _wait(process, held)
+        if held is None:
+            code = _start(command, environ, None).wait()
+        else:
+            with contextlib.closing(Witness(held.passed_on)) as witness:
+                code = _wait(_start(command, environ, held), held, witness)
     return Outcome(max(code, 0), -code if code < 0 else None, started_us, _now_us())
 
 
@@ -104,9 +106,10 @@ def die_by(number: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The signals that wait for us, the mask from before, and whether the job is to ignore dead children as we did."""
+    """The signals that wait for us; those among them that may be the job's; and what the job is to have from before."""
 
     waiting: frozenset[int]
+    passed_on: frozenset[int]
     mask: frozenset[int]
     ignores_children: bool
 
@@ -119,10 +122,11 @@ def _held_signals() -> Iterator[_Held | None]:
         return
     # Where dead children are ignored their exit codes are lost.
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    waiting = frozenset(int(getattr(signal, name)) for name in (*_FORWARDED, "SIGCHLD"))
+    passed_on = frozenset(int(getattr(signal, name)) for name in _PASSED_ON)
+    waiting = passed_on | {int(signal.SIGCHLD)}
     mask = frozenset(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, waiting)))
     try:
-        yield _Held(waiting, mask, before == signal.SIG_IGN)
+        yield _Held(waiting, passed_on, mask, before == signal.SIG_IGN)
     finally:
         while signal.sigtimedwait(waiting, 0) is not None:  # what came too late for the job
             pass
@@ -159,40 +163,40 @@ def _before_exec(held: _Held | None) -> Callable[[], None] | None:
     """What the child does before it becomes the job: it gets the signals we got, and goes when we are killed."""
     if held is None:
         return None
-    prctl = _prctl()
+    die_with_us = _dying_with_us()
 
     def prepare() -> None:
         if held.ignores_children:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        die_with_us()
         signal.pthread_sigmask(signal.SIG_SETMASK, held.mask)
 
     return prepare
 
 
-def _prctl() -> Any:
-    """Linux's prctl; looked up here, since a child between fork and exec imports nothing."""
-    if sys.platform != "linux":
-        return None
+def _dying_with_us() -> Callable[[], None]:
+    """Makes a child die when we are killed (Linux). Looked up here: a child between fork and exec imports nothing."""
     try:
         import ctypes
 
-        return ctypes.CDLL(None).prctl
-    except (ImportError, OSError, AttributeError):
-        return None
+        prctl = ctypes.CDLL(None).prctl
+    except (ImportError, OSError, AttributeError, TypeError):
+        return lambda: None
+
+    def request() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+    return request
 
 
-def _wait(process: subprocess.Popen[bytes], held: _Held | None) -> int:
+def _wait(process: subprocess.Popen[bytes], held: _Held, witness: Witness) -> int:
     """The exit code (negative: the signal) once the job has ended. What is sent to us alone is passed on.
 
-    A terminal's signals (Ctrl-C, hang-up) come from the kernel and reach the whole process group, the job included.
+    A terminal's signals (Ctrl-C, hang-up) come from the kernel and reach the whole process group.
     """
-    if held is None:
-        return process.wait()
     while process.poll() is None:
         info = signal.sigwaitinfo(held.waiting)
-        if info.si_signo != signal.SIGCHLD and info.si_code != _SI_KERNEL:
+        if info.si_signo in held.passed_on and not witness.saw(info.si_signo) and info.si_code != _SI_KERNEL:
             process.send_signal(info.si_signo)
     return int(process.returncode)
 

@@ -35,7 +35,8 @@ META_SCHEMA = "memtrace.recording/1"
 
 _HERE = Path(__file__).parent
 _PICKLE = re.compile(r"rank[0-9]+(?:-[0-9]+)?(?:\.[a-z]+)?\.pickle")
-_RANK = re.compile(r"rank([0-9]{1,9})(?:-[0-9]+)?\.(?:json|pickle(?:\.zst)?)")
+_RANK = re.compile(r"rank([0-9]{1,9})(?:-[0-9]+)?(?:\.[a-z]+)?\.(?:json|pickle(?:\.zst)?)")
+_TRANSIENT = re.compile(r"\.dump-.+-[0-9]+|\.rank[0-9]+(?:-[0-9]+)?\.claim")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._]+")
 _LONGEST_NAME = 40
 _MOST_WITH_ONE_NAME = 1000
@@ -100,12 +101,6 @@ def write_meta(directory: Path, meta: Mapping[str, Any]) -> None:
     _write_atomically(directory / META, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def read_meta(directory: Path) -> dict[str, Any]:
-    """What `meta.json` says; empty when there is none that is readable."""
-    content = _read_json(directory / META)
-    return content if isinstance(content, dict) else {}
-
-
 def described(settings: Settings) -> dict[str, Any]:
     """The settings as `meta.json` has them: without the directory, a path of this machine."""
     return {key: value for key, value in settings._asdict().items() if key != "directory"}
@@ -138,6 +133,14 @@ def pack(directory: Path) -> list[str]:
         except (OSError, ImportError) as error:
             problems.append(f"{path.name} stays unpacked: {_reason(error)}")
     return problems
+
+
+def tidy(directory: Path) -> None:
+    """Removes what the ranks only needed among themselves: claims to names, places in the queue of dumps."""
+    for entry in _entries(directory):
+        if _TRANSIENT.fullmatch(entry.name):
+            with contextlib.suppress(OSError):
+                entry.unlink()
 
 
 def remember(directory: Path) -> None:

@@ -61,9 +61,10 @@ def timeline_of(data: SnapshotData, device: int, lifetimes: Lifetimes, recorded:
     runs = _runs_of(codes, trace)
     if len(runs.kind):
         runs = _split_where_stacks_recur(runs, codes, trace)
-        runs = _between_marks(_calls_for_evaluation(_frameless(runs), lifetimes, marks, trace))
+        has_phase = np.zeros(len(trace), np.bool_) if said is None else said.has_phase
+        runs = _between_marks(_calls_for_evaluation(_frameless(runs), lifetimes, marks, trace, has_phase))
         if not trace.device_free:
-            runs = _evaluation_only(runs, codes)
+            runs = _evaluation_only(runs, codes, has_phase)
         runs.start[0] = 0
     return _timeline(runs, trace, marks, said, np.flatnonzero(codes == CLEARING))
 
@@ -148,10 +149,13 @@ def _frameless(runs: _Runs) -> _Runs:
     return replace(runs, kind=found).joined()[0]
 
 
-def _calls_for_evaluation(runs: _Runs, lifetimes: Lifetimes, marks: StackMarks, trace: Trace) -> _Runs:
+def _calls_for_evaluation(
+    runs: _Runs, lifetimes: Lifetimes, marks: StackMarks, trace: Trace, has_phase: NDArray[np.bool_]
+) -> _Runs:
     """Of several calls of a model before one backward, those that leave nothing for it; and those after the last one.
 
     Calls are told apart by what the script does between them. A job that ran out of memory may have meant to go on.
+    Of a call whose phase was recorded nothing else is believed.
     """
     kind = runs.kind.copy()
     starts = np.flatnonzero(kind == Phase.BACKWARD)
@@ -161,7 +165,7 @@ def _calls_for_evaluation(runs: _Runs, lifetimes: Lifetimes, marks: StackMarks, 
     gathers = np.append(marks.gathers, False)
     first = 0
     for end in [*starts.tolist(), len(kind)]:
-        calls = first + np.flatnonzero(kind[first:end] == Phase.FORWARD)
+        calls = first + np.flatnonzero((kind[first:end] == Phase.FORWARD) & ~has_phase[runs.teller[first:end]])
         first = end + 1
         if len(calls) < 2 or (end == len(kind) and trace.device_free):
             continue
@@ -216,10 +220,10 @@ def _between(before: int, after: int) -> int:
     return before
 
 
-def _evaluation_only(runs: _Runs, codes: NDArray[np.uint8]) -> _Runs:
+def _evaluation_only(runs: _Runs, codes: NDArray[np.uint8], has_phase: NDArray[np.bool_]) -> _Runs:
     """A model that is called again and again and never learns is being evaluated."""
     kind = runs.kind
-    if np.isin(kind, [Phase.BACKWARD, Phase.STEP]).any() or not (kind == Phase.FORWARD).any():
+    if np.isin(kind, [Phase.BACKWARD, Phase.STEP]).any() or not (kind == Phase.FORWARD).any() or has_phase.any():
         return runs
     told = codes[runs.start]
     calls = int(((told[1:] == Phase.FORWARD) & (told[:-1] == UNMARKED)).sum())
@@ -267,7 +271,7 @@ def _timeline(
     ended = np.zeros(0, np.int64) if said is None else said.ended
     steps = np.asarray(_steps(runs, cleared, ended), np.int32)
     if said is not None and said.any_step:
-        known = said.step[runs.start]
+        known = _first_said(said.step, runs.start)
         place = np.maximum.accumulate(np.where(known != NO_STEP, np.arange(len(known)), -1))
         inside = (steps != NO_STEP) & (place >= 0)
         steps[inside] = known[place[inside]]
@@ -284,6 +288,14 @@ def _timeline(
         over=_stretch_end(runs.start, runs.kind, len(trace)),
         events=len(trace),
     )
+
+
+def _first_said(step: NDArray[np.int32], start: NDArray[np.int64]) -> NDArray[np.int32]:
+    """For each run the first step that one of its events was said to be in."""
+    said = np.flatnonzero(step != NO_STEP)
+    place = np.searchsorted(said, start)
+    first = np.append(said, len(step))[place]
+    return np.where(first < np.append(start[1:], len(step)), np.append(step, NO_STEP)[first], NO_STEP).astype(np.int32)
 
 
 def _next_start(start: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:

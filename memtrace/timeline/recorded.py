@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from memtrace.timeline.marks import FRAMELESS, UNMARKED
 from memtrace.timeline.timeline import NO_STEP, SOURCES, Phase
 
 _PAIR = re.compile(r"\b(phase|step)=([A-Za-z0-9_-]+)")
+_MODULE = re.compile(r"(?:^|;)module=([^;]+)")
 _OPTIMIZER = re.compile(r"Optimizer\.step#")
 _PROFILER = re.compile(r"ProfilerStep#(\d+)$")
 _NAMES = {
@@ -40,16 +41,20 @@ _NAMES = {
     "other": Phase.OTHER,
 }
 _UNSAID = len(SOURCES)
+_UNSAID_PHASE = 255
 _MOST_STEPS = 1 << 30
+_LAST_US = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """One row an event: the step it was said to be in (-1: not said), and by whom (a code of `SOURCES`, or none).
-    `ended`: the first events after an optimizer's step, by torch's own ranges."""
+    """One row an event: the step it was said to be in (-1: not said), by whom (a code of `SOURCES`, or none), and
+    whether the phase was said, by the recorder or the program. `ended`: the first events after an optimizer's step, by
+    torch's own ranges."""
 
     step: NDArray[np.int32]
     source: NDArray[np.uint8]
+    has_phase: NDArray[np.bool_]
     any_step: bool
     ended: NDArray[np.int64]
 
@@ -59,7 +64,6 @@ class _Range(NamedTuple):
     step: int
     begin_us: int
     end_us: int
-    source: int
     is_torch: bool
 
 
@@ -78,62 +82,89 @@ def phase_of_text(text: str) -> tuple[Phase | None, int]:
     return phase, step
 
 
+def module_of_text(text: str) -> str | None:
+    """The path of the module that a text names.
+
+    >>> module_of_text("phase=forward;step=3;module=transformer.h.0.attn")
+    'transformer.h.0.attn'
+    """
+    found = _MODULE.search(text)
+    return found[1] if found else None
+
+
 def recorded_marks(
     data: SnapshotData, trace: Trace, codes: NDArray[np.uint8], recorded: Sequence[PhaseNote]
 ) -> Recorded | None:
-    """Writes what was recorded into `codes`; None when nothing was."""
+    """Writes what was recorded into `codes`; None when nothing was. The more exact comes later and beats what came
+    before: torch's own ranges, then named ranges and the recorder's notes by time, then what an event itself says."""
     ranges = [*_annotated(data, trace.device), *_noted(recorded)]
     texts = trace.user_metadata
     if not ranges and texts is None:
         return None
-    step = np.full(len(trace), NO_STEP, np.int32)
-    source = np.full(len(trace), _UNSAID, np.uint8)
-    if texts is not None:
-        for text in np.unique(texts[texts >= 0]).tolist():
-            phase, number = phase_of_text(data.strings[text])
-            if phase is None and number == NO_STEP:
-                continue
-            inside = np.flatnonzero(texts == text)
-            _say(inside, phase, number, codes, step, source, 0)
+    said = Recorded(
+        step=np.full(len(trace), NO_STEP, np.int32),
+        source=np.full(len(trace), _UNSAID, np.uint8),
+        has_phase=np.zeros(len(trace), np.bool_),
+        any_step=False,
+        ended=np.zeros(0, np.int64),
+    )
     ended = []
-    if trace.time_us is not None:
-        for one in ranges:
-            low, high = np.searchsorted(trace.time_us, [one.begin_us, one.end_us], side="left")
-            inside = np.arange(low, high)
-            if one.is_torch:  # torch's own names add to the stacks, and do not overrule them
-                ended.append(int(high))
-                said = codes[low:high]
-                if ((said == Phase.FORWARD) | (said == Phase.BACKWARD)).any():
-                    continue  # the optimizer calls the model itself (a closure)
-                inside = inside[(said == UNMARKED) | (said == FRAMELESS)]
-            _say(inside, one.phase, one.step, codes, step, source, one.source)
-    if not ended and not (source != _UNSAID).any():
+    if trace.time_us is not None and ranges:
+        ranges.sort(key=lambda one: (not one.is_torch, one.begin_us, -one.end_us))  # what is inside says more
+        bounds = np.array([(one.begin_us, one.end_us) for one in ranges], np.int64)
+        places = np.searchsorted(trace.time_us, bounds, side="left").tolist()
+        for one, (low, high) in zip(ranges, places, strict=True):
+            if one.is_torch:
+                ended.append(high)
+                _say_of_torch(slice(low, high), one.phase, codes, said)
+            elif low < high:
+                _say(slice(low, high), one, codes, said)
+    if texts is not None:
+        _say_of_texts(texts, data, codes, said)
+    if not ended and not (said.source != _UNSAID).any():
         return None
-    return Recorded(step, source, bool((step != NO_STEP).any()), np.array(sorted(ended), np.int64))
+    return replace(said, any_step=bool((said.step != NO_STEP).any()), ended=np.array(sorted(ended), np.int64))
 
 
-def _say(
-    inside: NDArray[np.int64],
-    phase: Phase | None,
-    number: int,
-    codes: NDArray[np.uint8],
-    step: NDArray[np.int32],
-    source: NDArray[np.uint8],
-    by: int,
-) -> None:
-    if phase is not None:
-        codes[inside] = phase
-        source[inside] = by
-    if number != NO_STEP:
-        step[inside] = number
-        source[inside] = np.minimum(source[inside], by)
+def _say(inside: slice, one: _Range, codes: NDArray[np.uint8], said: Recorded) -> None:
+    if one.phase is not None:
+        codes[inside] = one.phase
+        said.has_phase[inside] = True
+    if one.step != NO_STEP:
+        said.step[inside] = one.step
+    said.source[inside] = 0
+
+
+def _say_of_torch(inside: slice, phase: Phase | None, codes: NDArray[np.uint8], said: Recorded) -> None:
+    """Torch's own names add to the stacks, and do not overrule them."""
+    within = codes[inside]
+    if phase is None or ((within == Phase.FORWARD) | (within == Phase.BACKWARD)).any():
+        return  # the optimizer calls the model itself (a closure)
+    open_events = (within == UNMARKED) | (within == FRAMELESS)
+    within[open_events] = phase
+    said.source[inside][open_events] = 1
+
+
+def _say_of_texts(texts: NDArray[np.int32], data: SnapshotData, codes: NDArray[np.uint8], said: Recorded) -> None:
+    """What the events themselves say. There may be as many texts as modules: each is looked at once."""
+    phase_of = np.full(len(data.strings) + 1, _UNSAID_PHASE, np.uint8)  # the last row is that of no text (-1)
+    step_of = np.full(len(data.strings) + 1, NO_STEP, np.int32)
+    for text in np.flatnonzero(np.bincount(texts + 1)[1:]).tolist():
+        phase, step_of[text] = phase_of_text(data.strings[text])
+        phase_of[text] = _UNSAID_PHASE if phase is None else phase
+    phases, steps = phase_of[texts], step_of[texts]
+    has_phase, has_step = phases != _UNSAID_PHASE, steps != NO_STEP
+    codes[has_phase] = phases[has_phase]
+    said.has_phase[has_phase] = True
+    said.step[has_step] = steps[has_step]
+    said.source[has_phase | has_step] = 0
 
 
 def _noted(notes: Sequence[PhaseNote]) -> Iterator[_Range]:
-    """The recorder's own, outer ones first: what is inside says more."""
-    for note in sorted(notes, key=lambda note: (note.begin_us, -note.end_us)):
+    """The recorder's own."""
+    for note in notes:
         step = NO_STEP if note.step is None else min(note.step, _MOST_STEPS)
-        yield _Range(_NAMES.get(note.phase), step, note.begin_us, note.end_us, 0, False)
+        yield _Range(_NAMES.get(note.phase), step, note.begin_us, note.end_us, is_torch=False)
 
 
 def _annotated(data: SnapshotData, device: int) -> Iterator[_Range]:
@@ -155,7 +186,11 @@ def _annotated(data: SnapshotData, device: int) -> Iterator[_Range]:
             open_ranges.setdefault(name, []).append(time)
         elif open_ranges.get(name):
             phase, step, is_torch = meaning
-            yield _Range(phase, step, open_ranges[name].pop(), time, 1 if is_torch else 0, is_torch)
+            yield _Range(phase, step, open_ranges[name].pop(), time, is_torch)
+    for name, begun in open_ranges.items():
+        phase, step, is_torch = said[name] or (None, NO_STEP, True)
+        if not is_torch:  # still open when the snapshot was taken, as when memory ran out
+            yield from (_Range(phase, step, time, _LAST_US, is_torch) for time in begun)
 
 
 def _said_by_name(name: str) -> tuple[Phase | None, int, bool] | None:

@@ -102,3 +102,14 @@ def test_a_module_being_imported_is_waited_for(tmp_path: Path, monkeypatch: pyte
     name = module(tmp_path, monkeypatch, "slow_library", text)
     importing.after_import(name, lambda _: None)
     assert importlib.import_module(name).seen == [5]
+
+
+def test_what_was_being_imported_before_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """deepspeed imports torch, and only then is anybody asking for deepspeed."""
+    text = (
+        "from memtrace.record.inside import importing\nseen = []\n"
+        "importing.after_import('outer_library', lambda found: seen.append(found.late))\nlate = 7\n"
+    )
+    name = module(tmp_path, monkeypatch, "outer_library", text)
+    importing.watch(name)
+    assert importlib.import_module(name).seen == [7]

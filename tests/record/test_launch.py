@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import shlex
+import shutil
 import signal
 import stat
 import subprocess
@@ -13,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import read_until, record, started
+from jobs import DEADLINE_SECONDS, RECORD, read_until, record, started
 
 from memtrace.record import launch
 from memtrace.record.inside.settings import TWIN, VARIABLE, Settings, decode
@@ -25,7 +27,7 @@ def count(number, frame):
     counts[number] = counts.get(number, 0) + 1
     print("got", number, flush=True)
     if number == signal.SIGTERM:
-        print("counts", *(f"{one}:{count}" for one, count in sorted(counts.items())), flush=True)
+        print("counts", *(f"{one}:{count}" for one, count in sorted(counts.items())), "end", flush=True)
         sys.exit(7)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, count)
@@ -127,10 +129,12 @@ def test_both_streams_are_the_jobs(tmp_path: Path) -> None:
 
 def test_descriptors_are_inherited(tmp_path: Path) -> None:
     reader, writer = os.pipe()
-    process = started("--", "sh", "-c", f"echo through >&{writer}", cwd=tmp_path, pass_fds=[writer])
+    process = started(
+        "--", sys.executable, "-c", f"import os; os.write({writer}, b'through')", cwd=tmp_path, pass_fds=[writer]
+    )
     os.close(writer)
     with open(reader) as stream:
-        assert stream.read() == "through\n"
+        assert stream.read() == "through"
     process.communicate()
     assert process.returncode == 0
 
@@ -176,7 +180,7 @@ def test_what_is_sent_to_us_alone_is_passed_on_once(tmp_path: Path) -> None:
             process.send_signal(number)
             output(process, f"got {int(number)}\n".encode())
         process.send_signal(signal.SIGTERM)
-        assert "counts 1:1 2:1 10:1 15:1\n" in output(process, b"counts") + output(process, b"\n")
+        assert "counts 1:1 2:1 10:1 15:1 end" in output(process, b"end")
         assert process.wait() == 7
 
 
@@ -187,7 +191,7 @@ def test_what_is_sent_to_the_group_is_not_passed_on(tmp_path: Path) -> None:
             os.killpg(process.pid, number)
             output(process, f"got {int(number)}\n".encode())
         process.send_signal(signal.SIGTERM)
-        assert "counts 1:1 2:1 15:1\n" in output(process, b"counts") + output(process, b"\n")
+        assert "counts 1:1 2:1 15:1 end" in output(process, b"end")
         assert process.wait() == 7
 
 
@@ -196,7 +200,7 @@ def test_ctrl_c_reaches_the_job_once(in_a_terminal: tuple[subprocess.Popen[bytes
     os.write(terminal, b"\x03")
     read_until(terminal, b"got 2\r\n")
     process.send_signal(signal.SIGTERM)
-    read_until(terminal, b"counts 2:1 15:1\r\n")
+    assert b"counts 2:1 15:1 end" in read_until(terminal, b"end")
     assert process.wait() == 7
 
 
@@ -210,6 +214,30 @@ def test_ctrl_c_ends_a_job_that_does_not_mind(tmp_path: Path) -> None:
     _, said = process.communicate()
     assert process.returncode == -signal.SIGINT
     assert said.count(b"KeyboardInterrupt") == 1, "the job's own traceback, and none of ours"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs a shell with job control")
+def test_ctrl_z_stops_the_job_and_fg_goes_on(tmp_path: Path) -> None:
+    job = (
+        "import signal; signal.signal(signal.SIGCONT, lambda *_: print('on' + 'ward', flush=True)); "
+        "print('rea' + 'dy', flush=True); signal.pause()"
+    )
+    words = shlex.join([*RECORD, "-q", "--", sys.executable, "-c", job])
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(tmp_path)
+        os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])
+    try:
+        os.write(terminal, words.encode() + b"\n")
+        read_until(terminal, b"ready")
+        os.write(terminal, b"\x1a")
+        read_until(terminal, b"Stopped")
+        os.write(terminal, b"fg\n")
+        read_until(terminal, b"onward")
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(terminal)
 
 
 def test_the_job_has_the_mask_and_the_handlers_that_we_were_given(tmp_path: Path) -> None:
@@ -242,12 +270,13 @@ def test_the_exit_code_is_known_where_dead_children_are_ignored(tmp_path: Path) 
 def test_killing_us_kills_the_job(tmp_path: Path) -> None:
     code = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
     process = started("--", sys.executable, "-c", code, cwd=tmp_path)
-    assert process.stdout is not None
-    child = int(read_until(process.stdout.fileno(), b"\n"))
+    job = int(output(process, b"\n"))
     process.kill()
-    process.communicate()  # ends when nobody holds the pipes any more
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)
+    try:
+        process.communicate(timeout=DEADLINE_SECONDS)  # ends when nobody holds the pipes any more
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(job, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ In a process of its own, on torch's fake process group (see zero_harness.py).
 from __future__ import annotations
 
 import argparse
-import gc
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import types
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,22 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(1, str(Path(__file__).parent.parent.parent))
 
 import zero_harness as harness
+from record.module_jobs import storages
 
 Raw = dict[str, Any]
 
 
+@functools.cache
+def found(*options: str, python: str = sys.executable) -> Raw:
+    """The script in a process of its own, and what it found. Once a session for the same options."""
+    with tempfile.TemporaryDirectory() as folder:
+        save = ("--save", f"{folder}/saved") if "--save" in options else ()
+        options = tuple(option for option in options if option != "--save")
+        return run(Path(folder, "found.json"), *options, *save, python=python)
+
+
 def run(file: Path, *options: object, python: str = sys.executable) -> Raw:
-    """The script in a process of its own, and what it found."""
+    """The same, uncached."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONWARN", "DS_"))}
     done = subprocess.run(
         [python, __file__, "--out", str(file), *map(str, options)],
@@ -47,23 +57,32 @@ class Spy:
 
     def __init__(self) -> None:
         self.gathers: list[Raw] = []
-        self.places: dict[str, list[tuple[int, int]]] = {}
+        self.places: dict[str, set[tuple[int, int]]] = {}
         self.names: dict[int, str] = {}
-        self.calls = 0
+        self.params: list[Any] = []
 
     def install(self) -> None:
+        from deepspeed.runtime.zero.partition_parameters import Init
         from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
+        let_go = Init._partition
         mangled = "_PartitionedParameterCoordinator__all_gather_params"
         fetch_sub_module, all_gather = Coordinator.fetch_sub_module, getattr(Coordinator, mangled)
 
-        def fetch(coordinator: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            result = fetch_sub_module(coordinator, module, *args, **kwargs)
-            for param in module.parameters(recurse=False):
-                places = self.places.setdefault(self.names.get(param.ds_id, str(param.ds_id)), [])
-                places.append((param.data_ptr(), param.numel() * param.element_size()))
+        def look() -> None:
+            for param in self.params:
+                if param.ds_status.name == "AVAILABLE":
+                    places = self.places.setdefault(self.names[param.ds_id], set())
+                    places.add((param.data_ptr(), param.numel() * param.element_size()))
+
+        def fetch(coordinator: Any, *args: Any, **kwargs: Any) -> Any:
+            result = fetch_sub_module(coordinator, *args, **kwargs)
+            look()
             return result
+
+        def partition(init: Any, *args: Any, **kwargs: Any) -> Any:
+            look()  # one that was fetched in vain
+            return let_go(init, *args, **kwargs)
 
         def gather(coordinator: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
             missing = [param.ds_id for param in params if param.ds_status.name == "NOT_AVAILABLE"]
@@ -72,6 +91,7 @@ class Spy:
                 self.gathers.append({"line": sys._getframe(1).f_lineno, "parameters": names})
             return all_gather(coordinator, params, *args, **kwargs)
 
+        Init._partition = partition
         Coordinator.fetch_sub_module = fetch
         setattr(Coordinator, mangled, gather)
 
@@ -96,7 +116,13 @@ def seen_now(engine: Any) -> Raw:
     rows = roles.collect([engine], [engine.optimizer, engine.basic_optimizer], [engine, engine.module])
     seconds = time.perf_counter() - began
     after = [(param.data_ptr(), str(getattr(param, "ds_status", ""))) for param in params]
-    return {"roles": rows, "truth": rows_of(harness.held_by(engine)), "untouched": before == after, "seconds": seconds}
+    return {
+        "roles": rows,
+        "truth": rows_of(harness.held_by(engine)),
+        "storages": [[address, *what] for address, what in storages().items()],
+        "untouched": before == after,
+        "seconds": seconds,
+    }
 
 
 def config(options: argparse.Namespace) -> Raw:
@@ -131,11 +157,16 @@ def train(options: argparse.Namespace, found: Raw, spy: Spy, recorder: Any) -> A
     else:
         model = harness.make_model()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=made)
-    spy.names = {getattr(param, "ds_id", -1): name for name, param in model.named_parameters()}
+    if options.stage == 3:
+        spy.params = list(model.parameters())
+        spy.names = {param.ds_id: name for name, param in model.named_parameters()}
     spy.gathers.clear()
     spy.places.clear()
-    if options.hooks:
-        inside: list[Raw] = []
+    if options.compile:
+        engine.compile(backend="eager")
+    inside: list[Raw] = []
+    looks = options.hooks and not options.compile and not options.blind
+    if looks:
         model.layers[2].up.register_forward_pre_hook(lambda *_: inside.append(seen_now(engine)))
     losses, seconds = [], []
     for _ in range(options.steps):
@@ -144,7 +175,7 @@ def train(options: argparse.Namespace, found: Raw, spy: Spy, recorder: Any) -> A
             began = time.perf_counter()
             loss = engine(ids)
             engine.backward(loss)
-            if options.hooks and len(losses) == options.steps * options.gas - 1:
+            if looks and len(losses) == options.steps * options.gas - 1:
                 found["before_step"] = seen_now(engine)
             engine.step()
             seconds.append(time.perf_counter() - began)
@@ -155,11 +186,27 @@ def train(options: argparse.Namespace, found: Raw, spy: Spy, recorder: Any) -> A
             losses.append(float(engine(ids)).hex())
         engine.train()
     found.update(losses=losses, seconds=seconds)
-    if options.hooks:
+    if looks:
         found.update(end=seen_now(engine), in_forward=inside[-1])
+    found["refcounts"] = {name: sys.getrefcount(param) for name, param in model.named_parameters()}
     if options.save:
         engine.save_checkpoint(options.save)
     return engine
+
+
+def left_over(deepspeed: Any) -> list[str]:
+    """What still has our replacements."""
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator
+
+    owners = [deepspeed, deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine]
+    owners += [one for one in vars(partition_parameters).values() if isinstance(one, type)]
+    owners.append(partitioned_param_coordinator.PartitionedParameterCoordinator)
+    return [
+        name
+        for owner in owners
+        for name, one in vars(owner).items()
+        if isinstance(one, types.FunctionType) and "record/inside" in one.__code__.co_filename
+    ]
 
 
 def main() -> None:
@@ -173,12 +220,10 @@ def main() -> None:
     parser.add_argument("--gas", type=int, default=1)
     parser.add_argument("--hpz", type=int, default=1)
     parser.add_argument("--save")
-    for name in ("zero-init", "offload", "fp32-grads", "no-overlap", "evaluate", "no-hooks", "no-spy"):
+    for name in ("zero-init", "offload", "fp32-grads", "no-overlap", "evaluate", "compile", "blind", "no-hooks"):
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
     options.hooks = not options.no_hooks
-    if options.save and not os.path.isdir(options.save):
-        os.makedirs(options.save)
     harness.join_fake_group(options.world)
     import deepspeed
     import torch
@@ -195,10 +240,11 @@ def main() -> None:
         recorder = types.SimpleNamespace(phases=PhaseLog(), settings=settings)
         deepspeed_hooks.install(recorder)
         deepspeed_hooks.install(recorder)  # the second time changes nothing
-    if options.stage == 3 and not options.no_spy:
+    if options.stage == 3 and options.world > 1 and options.hooks and not (options.compile or options.blind):
         spy.install()
     engine = train(options, found, spy, recorder)
-    found.update(calls=spy.gathers, places=spy.places, fetches=spy.calls)
+    found.update(calls=spy.gathers, places={name: sorted(places) for name, places in spy.places.items()})
+    spy.params.clear()
     if options.hooks:
         found["gathers"] = deepspeed_hooks.gathers()
         found["config"] = deepspeed_hooks.config(engine)
@@ -207,27 +253,11 @@ def main() -> None:
         found["steps"] = recorder.phases.steps_done
         found["engines"] = [one is engine for one in deepspeed_hooks.engines()]
         found["held"] = len(gathers.WATCH.held)
+        found["names"] = sorted(name for name, _ in engine.module.named_parameters())
         found["numels"] = {name: harness.numel(param) for name, param in engine.module.named_parameters()}
-        found["references"] = sorted(
-            {
-                type(one).__name__
-                for param in engine.module.parameters()
-                for one in gc.get_referrers(param)
-                if getattr(type(one), "__module__", "").startswith("memtrace")
-            }
-        )
-        params = [weakref.ref(param) for param in engine.module.parameters()]
-        mine = {name: sys.getrefcount(param) for name, param in engine.module.named_parameters()}
-        found["refcounts"] = mine
-        del engine.module
         deepspeed_hooks.remove()
-        found["restored"] = not any(
-            hasattr(method, "__wrapped__") and "memtrace" in method.__code__.co_filename
-            for method in vars(deepspeed.DeepSpeedEngine).values()
-            if isinstance(method, types.FunctionType)
-        )
+        found["left_over"] = left_over(deepspeed)
         found["notes"] = list(notes.NOTES)
-        del params
     options.out.write_text(json.dumps(found), "utf-8")
 
 

@@ -90,7 +90,7 @@ def install(recorder: Any) -> None:
     if deepspeed is None or torch is None or _HOOKS.undo:
         return
     _HOOKS.is_compiling = compiling(torch)
-    for part in (_functions, _engine, _pipeline, _construction, _gathers):
+    for part in (_functions, _engine, _pipeline, _hybrid, _construction, _gathers):
         part(deepspeed)
 
 
@@ -246,7 +246,7 @@ def _engine(deepspeed: Any) -> None:
     if kind is None:
         note("this DeepSpeed has no DeepSpeedEngine: its phases are not marked")
         return
-    _replace(kind, "__init__", _registering)
+    _replace(kind, "_configure_distributed_model", _registering)
     _replace(kind, "forward", _forward)
     _replace(kind, "step", _step)
     for name, phase in _ENGINE:
@@ -261,6 +261,13 @@ def _pipeline(deepspeed: Any) -> None:
     for name, phase in _PIPELINE:
         _instruct(kind, name, functools.partial(_marked, phase=phase))
     _instruct(kind, "_exec_optimizer_step", _step)
+
+
+def _hybrid(deepspeed: Any) -> None:
+    """The engine of RLHF, which also generates."""
+    kind = getattr(deepspeed, "DeepSpeedHybridEngine", None)
+    if kind is not None:
+        _mark(kind, "generate", "eval")
 
 
 def _construction(_deepspeed: Any) -> None:
@@ -360,14 +367,15 @@ def _step(original: Any) -> Any:
 
 
 def _registering(original: Any) -> Any:
-    """From its first moment on: an engine that does not fit into memory is the one to know about."""
+    """Early in an engine's making: one that does not fit into memory is the one to know about. Not `__init__`, since
+    zero.Init replaces that of every module's class."""
 
     @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands for the class's own
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         _register(self)
-        original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
-    return __init__
+    return wrapped
 
 
 def _entering(original: Any) -> Any:

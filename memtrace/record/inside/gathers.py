@@ -13,6 +13,7 @@ import threading
 import time
 from typing import Any, Callable, Deque, Dict, Iterator, List, Optional, Tuple
 
+from .eager import untraced
 from .notes import guard, note
 
 MOST_MARKS = 100_000
@@ -46,13 +47,14 @@ class Watch:
         self.dropped = 0
         self.here = threading.local()
 
-    def asked(self, params: Any, own: Callable[[Any], Any], missing: Any) -> None:
-        """A gather begins, of what is `missing` among `params`."""
-        absent = [param.ds_id for param in params if param.ds_status is missing]
+    def asked(self, params: Any, is_own: Callable[[Any, Any], bool], missing: Any) -> None:
+        """A gather begins, of what is `missing` among `params`: all of it the fetched module's own, or nothing."""
+        absent = [param for param in params if param.ds_status is missing]
         module = getattr(self.here, "module", None)
         if absent and module is not None:
-            kind = "demand" if {param.ds_id for param in own(module)}.issuperset(absent) else "prefetch"
-            self.wanted.update((number, kind) for number in absent)
+            kind = "demand" if is_own(module, absent[0]) else "prefetch"
+            for param in absent:
+                self.wanted[param.ds_id] = kind
 
     def arrived(self, params: Any) -> None:
         """They are whole, and were waited for."""
@@ -66,28 +68,27 @@ class Watch:
 
     def hold(self, param: Any, kind: str, now: int) -> None:
         """A parameter in memory of its own."""
-        number, address = param.ds_id, param.data_ptr()
-        shard = param.ds_tensor
-        if not address or (shard is not None and shard.data_ptr() == address):  # one rank: nothing was gathered
-            return
+        number, numel, address, shard = param.ds_id, param.ds_numel, param.data_ptr(), param.ds_tensor
+        if not address or (shard is not None and shard.numel() >= numel and shard.data_ptr() == address):
+            return  # of one rank: nothing was gathered
         if number in self.held:
             self.keep(self.held[number])
-        size = param.ds_numel * param.element_size()
-        self.held[number] = (address, size, number, kind, now, None, bool(param.ds_persist))
+        self.held[number] = (address, numel * param.element_size(), number, kind, now, None, bool(param.ds_persist))
 
     def leaving(self, params: Any) -> None:
         """About to be partitioned: the last moment to see one that came by a way unknown to us."""
-        if self.wanted:
-            self.arrived([param for param in params if param.ds_id in self.wanted and param.numel() == param.ds_numel])
+        wanted = self.wanted
+        for param in params if wanted else ():
+            if param.ds_id in wanted and param.numel() == param.ds_numel:
+                self.arrived((param,))
 
     def left(self, params: Any) -> None:
         """DeepSpeed has let go of them."""
-        now = 0
+        held = self.held
         for param in params:
-            mark = self.held.pop(param.ds_id, None)
+            mark = held.pop(param.ds_id, None)
             if mark is not None:
-                now = now or time.time_ns() // 1000
-                self.keep((*mark[:5], now, mark[6]))
+                self.keep((*mark[:5], time.time_ns() // 1000, mark[6]))
 
     def keep(self, mark: Mark) -> None:
         self.dropped += len(self.marks) == MOST_MARKS
@@ -115,9 +116,12 @@ def install(coordinator_module: Any, partition_module: Any) -> None:
         return
     is_leaf = getattr(coordinator_module, "z3_leaf_module", lambda _module: False)
     params_of = getattr(coordinator_module, "iter_params", None) or _parameters
-    own = functools.partial(_own, params_of, is_leaf)
+    is_own = functools.partial(_is_own, params_of, is_leaf)
+    for function in (*vars(Watch).values(), _is_own, _parameters, _params_of):
+        if callable(function):
+            untraced(function)
     _wrap(coordinator, "fetch_sub_module", _fetching)
-    _wrap(coordinator, _GATHER, functools.partial(_gathering, own=own, missing=missing))
+    _wrap(coordinator, _GATHER, functools.partial(_gathering, is_own=is_own, missing=missing))
     for handle in (getattr(partition_module, name, None) for name in _HANDLES):
         for kind in _family(handle):
             _wrap(kind, "wait", _waiting)
@@ -175,11 +179,11 @@ def _fetching(original: Callable[..., Any]) -> Callable[..., Any]:
     return fetch_sub_module
 
 
-def _gathering(original: Callable[..., Any], own: Callable[[Any], Any], missing: Any) -> Callable[..., Any]:
+def _gathering(original: Callable[..., Any], is_own: Callable[[Any, Any], bool], missing: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def __all_gather_params(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            WATCH.asked(params, own, missing)
+            WATCH.asked(params, is_own, missing)
         except Exception as error:  # noqa: BLE001
             WATCH.failed(error)
         return original(self, params, *args, **kwargs)
@@ -227,8 +231,15 @@ def _params_of(handle: Any) -> Any:
     return ()
 
 
-def _own(params_of: Callable[..., Any], is_leaf: Callable[[Any], bool], module: Any) -> Any:
-    return params_of(module, recurse=is_leaf(module))
+def _is_own(params_of: Callable[..., Any], is_leaf: Callable[[Any], bool], module: Any, param: Any) -> bool:
+    """Whether a fetch of the module is for this parameter; `params_of` is DeepSpeed's way to all of them, and slow."""
+    for one in module._parameters.values():
+        if one is param:
+            return True
+    recurse = is_leaf(module)
+    if not recurse and vars(module).get("_external_params", True) == {}:
+        return False
+    return any(one is param for one in params_of(module, recurse=recurse))
 
 
 def _parameters(module: Any, recurse: bool = False) -> Any:
@@ -250,6 +261,7 @@ def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[.
     if original is None or not callable(original):
         return
     replacement = make(original)
+    untraced(replacement)
     setattr(owner, name, replacement)
 
     def undo() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable, Dict, List, Optional
 
-Callback = Callable[[Any], None]
+TYPE_CHECKING = False  # as in __init__.py: this much runs in every helper program
+if TYPE_CHECKING:
+    from typing import Any, Callable, Dict, List, Optional
+
+    Callback = Callable[[Any], None]
 
 _waiting: Dict[str, List[Callback]] = {}
 
@@ -18,14 +21,26 @@ def after_import(name: str, callback: Callback) -> None:
         _call(callback, module)
         return
     _waiting.setdefault(name, []).append(callback)
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    _look()
+
+
+def watch(*names: str) -> None:
+    """Names that `after_import` will be asked for when their import may have begun: deepspeed imports torch."""
+    for name in names:
+        if name not in sys.modules:
+            _waiting.setdefault(name, [])
+    _look()
 
 
 def forget() -> None:
     """No callback will be called any more."""
     _waiting.clear()
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+
+
+def _look() -> None:
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
 
 
 class _Finder:

@@ -108,6 +108,17 @@ class PhaseLog:
         still = [PhaseNote(one.phase, one.step, one.begin_us, now, one.source) for one in self._open]
         return [*self.notes, *still]
 
+    def label(self) -> Optional[Callable[[], None]]:
+        """What gives the thread that calls it the label of this moment; None where torch keeps no labels."""
+        set_text, text = self._set_text, self.text()
+        if set_text is None:
+            return None
+
+        def label() -> None:
+            set_text(text)
+
+        return label
+
     def text(self, module: str = "") -> str:
         """What an allocation of this moment is labelled with: `phase=forward;step=3`."""
         top = self._open[-1] if self._open else None

@@ -186,7 +186,7 @@ class Recorder:
         """Whether a process without CUDA took part in the training: it has something to say."""
         if process.has_group() or self.frameworks.engines:
             return not process.is_worker() or process.has_group()
-        return bool(self.phases.notes) and not process.is_worker() and bool(self.hooks.optimizers)
+        return self.phases.steps_done > 0 and not process.is_worker()
 
     # Dumping.
 
@@ -203,6 +203,8 @@ class Recorder:
             return None
         taken: Dict[str, Any] = {}
 
+        began_us = now_us()
+
         def take() -> Any:
             snapshot, stats, steady = history.snapshot(self.torch)
             taken.update(stats=stats, steady=steady, dumped_us=now_us())
@@ -215,7 +217,8 @@ class Recorder:
             self.signals.dumping(here=False)
         if path is not None:
             self.dumps[tag] = self.phases.steps_done
-            notes.log(f"{reason}: wrote {os.path.basename(path)}")
+            taken_s, written_s = (taken["dumped_us"] - began_us) / 1e6, (now_us() - taken["dumped_us"]) / 1e6
+            notes.log(f"{reason}: wrote {os.path.basename(path)} (snapshot {taken_s:.2f} s, file {written_s:.2f} s)")
         return path
 
     def describe_only(self, reason: str) -> None:

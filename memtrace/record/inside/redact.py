@@ -163,7 +163,7 @@ def _is_random(run: str) -> bool:
     """Letters and digits as a generator makes them: a long piece of both, or the 40 characters of an AWS secret."""
     if any(len(piece) >= 20 and _wordless(piece) >= 14 and _kinds(piece) >= 2 for piece in re.split(r"[-_/+=]", run)):
         return True
-    return len(run) >= 32 and not run.startswith("/") and _wordless(run) >= 20 and _kinds(run) == 3
+    return any(len(piece) >= 32 and _wordless(piece) >= 16 and _kinds(piece) == 3 for piece in re.split(r"[-_]", run))
 
 
 def _wordless(text: str) -> int:

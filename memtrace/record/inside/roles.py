@@ -5,9 +5,11 @@ Tensors are only looked at: their address, size and kind. Nothing is copied, mov
 
 from __future__ import annotations
 
+import collections
 import sys
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
+from .eager import eagerly
 from .notes import note
 
 MOST_ROLES = 500_000
@@ -58,6 +60,7 @@ _FSDP_PARAM = (
 """Attributes of a parameter's record in FSDP2."""
 _WRAPPING = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
 
+Rows = List[Dict[str, Any]]
 Found = Tuple[str, str, Any]
 """role, name, tensor"""
 
@@ -70,12 +73,16 @@ class Place(NamedTuple):
     device: str
 
 
-def collect(engines: Iterable[Any], optimizers: Iterable[Any], roots: Iterable[Any]) -> List[Dict[str, Any]]:
+def collect(engines: Iterable[Any], optimizers: Iterable[Any], roots: Iterable[Any]) -> Rows:
     """{role, name, address, bytes, shape, dtype, device} of the tensors of DeepSpeed's engines, of optimizers, and of
     the modules `roots`. On any device; each address once for a role."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return []
+    return eagerly(_collect, torch, engines, optimizers, roots)  # not compiled, in the middle of a compiled model
+
+
+def _collect(torch: Any, engines: Iterable[Any], optimizers: Iterable[Any], roots: Iterable[Any]) -> Rows:
     walk = _Walk(torch)
     with torch._C.DisableTorchFunction():
         for engine in engines:
@@ -103,7 +110,7 @@ class _Walk:
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
-        self.rows: List[Dict[str, Any]] = []
+        self.rows: Rows = []
         self.names: Dict[int, str] = {}
         self.seen: Dict[Tuple[int, str], Dict[str, Any]] = {}
         self.known: Set[int] = set()
@@ -170,6 +177,11 @@ class _Walk:
             return None
         return Place(address, min(held, tensor.numel() * tensor.element_size()), str(tensor.device))
 
+    def memory(self, tensor: Any) -> int:
+        """Where the storage of a plain tensor begins; -1: it has none."""
+        place = self.place(tensor) if getattr(type(tensor), "__tensor_flatten__", None) is None else None
+        return -1 if place is None else int(tensor.untyped_storage().data_ptr())
+
     # DeepSpeed.
 
     def engine(self, engine: Any) -> Iterator[Found]:
@@ -183,9 +195,26 @@ class _Walk:
         if module is not None:
             self.done.add(id(engine))
             yield from self.module(module)
+            yield from self.in_flight(_get(module, "ds_inflight_param_registry"))
         for one in (optimizer, _get(engine, "basic_optimizer")):
             if one is not None:
                 yield from self.optimizer(one)
+
+    def in_flight(self, registry: Any) -> Iterator[Found]:
+        """ZeRO-3: the buffers of gathers that nobody has waited for yet. `registry`: handles by parameter."""
+        registries = _items(registry) if isinstance(registry, dict) else [registry]
+        handles = [handle for one in registries for handle in list(_get(one, "data", {}).values())]
+        for handle in handles:
+            for one in _items(_get(handle, "handles")) or [handle]:
+                if id(one) not in self.done:
+                    self.done.add(id(one))
+                    yield from self.whole("param.gathered", "in flight", _get(one, "partitions"))
+
+    def whole(self, role: str, name: str, parts: Any) -> Iterator[Found]:
+        """The buffer that the first of `parts` is a view of."""
+        for part in _items(parts)[:1]:
+            base = _get(part, "_base")
+            yield role, name, part if base is None else base
 
     def zero_optimizer(self, optimizer: Any) -> Iterator[Found]:
         """Of one of DeepSpeed's own optimizers."""
@@ -236,12 +265,13 @@ class _Walk:
             return
         self.done.update((id(root), id(inner)))
         managed: Set[int] = set()
+        """The identities of parameters that FSDP keeps, and the addresses of the memory they may be views of."""
         for path, module in inner.named_modules():
             yield from self.flat_params(_clean(path), module, managed)
             yield from self.fsdp_params(_clean(path), module, managed)
         for path, param in inner.named_parameters():
             name = self.names.setdefault(id(param), _clean(path))
-            if id(param) not in managed:
+            if id(param) not in managed and self.memory(param) not in managed:
                 yield from self.parameter(name, param)
         for path, tensor in inner.named_buffers():
             yield "buffer", _clean(path), tensor
@@ -255,9 +285,12 @@ class _Walk:
         if param.grad is not None:
             yield ("grad.partition" if _is_shard(param) else "grad"), name, param.grad
         yield "grad", name, _get(param, "grad_accum")
-        mapping = _get(param, "_hp_mapping")
-        if mapping is not None:  # after a skipped step the gradients of the step before are held here alone
-            yield from self.numbered("grad.partition", "gradient_dict", _get(mapping, "gradient_dict"))
+        held = _get(_get(param, "_hp_mapping"), "gradient_dict")
+        if (
+            held and id(held) not in self.done
+        ):  # one for all parameters: after a skipped step the only hold on gradients
+            self.done.add(id(held))
+            yield from self.numbered("grad.partition", "gradient_dict", held)
 
     def flat_params(self, path: str, module: Any, managed: Set[int]) -> Iterator[Found]:
         """FSDP1: the flat parameter of a wrapped module."""
@@ -271,6 +304,7 @@ class _Walk:
             self.names.setdefault(id(flat), name)
             whole = not _get(handle, "uses_sharded_strategy", True)
             shard = _get(flat, "_local_shard")
+            managed.update(self.memory(one) for one in (flat, shard) if one is not None)
             yield ("param" if whole else "param.partition"), name, shard
             for attribute, role in _FLAT:
                 yield ("param" if whole and role == "param.partition" else role), name, _get(flat, attribute)
@@ -289,21 +323,29 @@ class _Walk:
         state = get_state()
         groups = _items(_get(state, "_fsdp_param_group")) or _items(_get(state, "_fsdp_param_groups"))
         for group in groups:
+            yield from self.fsdp_buffers(path, group)
             for record in _items(_get(group, "fsdp_params")):
                 name = _clean(_get(record, "_param_fqn") or _fsdp_name(path, record))
-                sharded = _get(record, "sharded_param")
-                if sharded is not None:
-                    managed.add(id(sharded))
-                    self.names[id(sharded)] = name
-                    if sharded.grad is not None:
-                        yield "grad.partition", name, sharded.grad
+                sharded, whole = _get(record, "sharded_param"), _get(record, "_unsharded_param")
                 for attribute, role in _FSDP_PARAM:
                     yield role, name, _get(record, attribute)
-                whole = _get(record, "_unsharded_param")
-                if whole is not None:
-                    managed.add(id(whole))
-                    yield "grad", name, whole.grad
-            yield "param.gathered", f"{path}.all_gather", _get(_get(group, "_all_gather_result"), "all_gather_output")
+                for param, role in ((sharded, "grad.partition"), (whole, "grad")):
+                    if param is not None:
+                        managed.add(id(param))
+                        self.names[id(param)] = name
+                        yield role, name, param.grad
+
+    def fsdp_buffers(self, path: str, group: Any) -> Iterator[Found]:
+        """FSDP2: what a group's collectives read and write, until the next one has taken over."""
+        context = _get(group, "comm_ctx")
+        results = [_get(group, "_all_gather_result"), _get(_get(context, "all_gather_state"), "all_gather_result")]
+        for result in results:
+            yield "param.gathered", f"{path}.all_gather", _get(result, "all_gather_output")
+        states = _items(_get(context, "reduce_scatter_states")) or [_get(context, "reduce_scatter_state")]
+        for state in states:
+            yield "grad.bucket", f"{path}.reduce_scatter", _get(state, "reduce_scatter_input")
+        yield "grad.bucket", f"{path}.all_reduce", _get(_get(group, "_all_reduce_state"), "all_reduce_input")
+        yield "grad.partition", f"{path}.partial_reduce", _get(group, "_partial_reduce_output")
 
     # Optimizers.
 
@@ -367,7 +409,7 @@ def _items(value: Any) -> List[Any]:
         return []
     if isinstance(value, dict):
         return list(value.values())
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    return list(value) if isinstance(value, (list, tuple, collections.deque)) else [value]
 
 
 def _clean(path: str) -> str:

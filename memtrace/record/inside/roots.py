@@ -1,7 +1,7 @@
 """The models a job calls: found in their first calls, then marked as `forward` (or `eval`, without gradients).
 
 Hooks on a module would be pickled with it, and global hooks cost every module a little: the class of each model found
-gets a `__call__` of ours instead. torch.compile takes both away, since it would trace them.
+gets a `__call__` of ours instead. To torch.compile and torch.export they are not there (`compiling`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import importing
 from .notes import guard
 
 _MOST_CALLS = 8
@@ -28,7 +27,9 @@ class Roots:
         self._first: Optional[Tuple[int, Any]] = None
 
     def install(self) -> None:
-        """Looks for models from now on."""
+        """Looks for models from now on. Not under torch 2.0, whose compiler cannot be told to look away."""
+        if not hasattr(self._torch, "compiler"):
+            return
         module = self._torch.nn.modules.module
         is_compiling = compiling(self._torch)
 
@@ -41,7 +42,6 @@ class Roots:
                 self._after(model)
 
         self._handles = [module.register_module_forward_pre_hook(before), module.register_module_forward_hook(after)]
-        importing.after_import("torch._dynamo.eval_frame", self._watch_compiler)
 
     def stop_looking(self) -> None:
         """The models are known."""
@@ -58,19 +58,6 @@ class Roots:
             elif "__call__" in vars(kind):
                 del kind.__call__
         self._patched.clear()
-
-    def _watch_compiler(self, eval_frame: Any) -> None:
-        """torch.compile, torch.export and the rest all make one of these."""
-        kind = getattr(eval_frame, "OptimizeContext", None)
-        if kind is None:
-            return
-        original = kind.__init__
-
-        def __init__(context: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands for the class's own
-            self.remove()
-            original(context, *args, **kwargs)
-
-        kind.__init__ = __init__
 
     @guard
     def _before(self, model: Any) -> None:

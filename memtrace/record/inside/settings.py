@@ -26,7 +26,7 @@ class Settings(NamedTuple):
     directory: str
     max_entries: int = 1_000_000
     stacks: str = "python"
-    threaded_backward: bool = False
+    threaded_backward: bool = True
     modules: bool = False
     on: Tuple[str, ...] = ("exit", "oom", "signal")
     every: int = 0

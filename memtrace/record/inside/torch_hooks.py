@@ -75,6 +75,7 @@ class TorchHooks:
                 return original(*args, **kwargs)
             self._on_this_thread()
             token = self._phases.begin("backward", "torch")
+            self._label_nodes(args[0] if args else kwargs.get("tensors"))
             try:
                 return original(*args, **kwargs)
             finally:
@@ -82,6 +83,18 @@ class TorchHooks:
 
         autograd.backward = backward
         self._undo.append(lambda: setattr(autograd, "backward", original))
+
+    @guard
+    def _label_nodes(self, tensors: Any) -> None:
+        """Autograd's threads run no Python where their allocations could be told by a stack: the first node of the
+        graph labels what its thread allocates from there on."""
+        label = self._phases.label()
+        compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+        if label is None or getattr(compiled, "compiled_autograd_enabled", False):
+            return
+        for tensor in (tensors,) if hasattr(tensors, "grad_fn") else tensors:
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda *_: label())
 
     def backward_here(self) -> None:
         """Autograd's nodes run on the thread that asks for backward: then what they allocate has a Python stack."""

@@ -69,9 +69,7 @@ def install(world: int, rank: int) -> None:
     after_import("deepspeed.runtime.utils", _tame_deepspeed_gathers)
     after_import("deepspeed.runtime.zero.utils", _tame_deepspeed_checks)
     after_import("deepspeed.runtime.zero.partition_parameters", _tame_deepspeed_padding)
-    text = _MEANINGLESS.format(rank=rank, world=world)
-    notes.note(text)
-    notes.say(text)
+    notes.note(_MEANINGLESS.format(rank=rank, world=world))  # the launcher says so on stderr
 
 
 # Process groups.
