@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memtrace.errors import MemtraceError
+from memtrace.record.inside import world
 from memtrace.record.inside.settings import TWIN, VARIABLE, Settings, encode
 from memtrace.record.layout import BOOTSTRAP
 from memtrace.record.witness import Witness
@@ -52,7 +53,7 @@ class Outcome:
 
 def run(command: Sequence[str], settings: Settings | None) -> Outcome:
     """Runs the command to its end, recorded unless `settings` is None. Raises CommandError if it cannot be started."""
-    environ = dict(os.environ) if settings is None else environment(settings, os.environ)
+    environ = dict(os.environ) if settings is None else environment(settings, os.environ, command)
     started_us = _now_us()
     with _held_signals() as held:
         if held is None:
@@ -63,11 +64,14 @@ def run(command: Sequence[str], settings: Settings | None) -> Outcome:
     return Outcome(max(code, 0), -code if code < 0 else None, started_us, _now_us())
 
 
-def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+def environment(settings: Settings, environ: Mapping[str, str], command: Sequence[str] = ()) -> dict[str, str]:
     """The job's environment: the bootstrap comes first on Python's path, and finds its settings.
 
     Under two names, as DeepSpeed's launcher takes only PYTHON... to other nodes. There too the directory has to exist.
+    A script of a simulated world that no launcher starts is told its rank before it imports torch.
     """
+    if settings.world and command and _PYTHON.fullmatch(Path(command[0]).name):
+        environ = {**environ, **world.environment(settings.world, settings.rank)}
     path = str(Path(settings.directory) / BOOTSTRAP)
     before = environ.get("PYTHONPATH")
     text = encode(settings)

@@ -131,3 +131,4 @@ torch._C._cuda_memorySnapshot = lambda *_arguments: _snapshot()
 torch._C._cuda_attach_out_of_memory_observer = _state["observers"].append
 torch._C._cuda_setMemoryMetadata = lambda text: _state.update(text=text)
 torch._C._cuda_getCurrentRawStream = lambda _device=0: 0
+torch.cuda.is_initialized = lambda: _state["initialized"]

@@ -157,6 +157,14 @@ def test_the_environment_has_ours_first() -> None:
         assert launch.environment(settings, before)["PYTHONPATH"] == "/runs/my job/.bootstrap"
 
 
+def test_a_script_of_a_simulated_world_knows_its_rank() -> None:
+    settings = Settings("/runs/a", world=8, rank=7)
+    assert launch.environment(settings, {}, ["python3.12", "train.py"])["RANK"] == "7"
+    assert launch.environment(settings, {}, ["python", "train.py"])["WORLD_SIZE"] == "8"
+    for command, one in ((["torchrun", "train.py"], settings), (["python", "train.py"], Settings("/runs/a"))):
+        assert "RANK" not in launch.environment(one, {}, command)
+
+
 def test_the_recorder_is_in_every_python_below(tmp_path: Path) -> None:
     folder = tmp_path / "with space"
     folder.mkdir()

@@ -57,12 +57,16 @@ def test_what_says_nothing_new_is_not_noted() -> None:
 
 def test_a_closure_runs_inside_the_optimizers_step() -> None:
     log = PhaseLog()
-    step = log.begin("step", "torch")
-    log.end(log.begin("forward", "torch"))
-    log.end(log.begin("backward", "torch"))
-    log.end(step)
-    log.step_done()
-    assert noted(log) == [("forward", 0), ("backward", 0), ("step", 0)]
+    for _ in range(2):
+        step = log.begin("step", "torch")
+        for _ in range(2):
+            log.end(log.begin("forward", "torch"))
+            log.end(log.begin("backward", "torch"))
+        log.end(step)
+        log.step_done()
+    calls = [("forward", 0), ("backward", 0)] * 2
+    assert noted(log) == [*calls, ("step", 0), *((phase, 1) for phase, _ in calls), ("step", 1)]
+    assert log.steps_done == 2
 
 
 def test_an_exception_leaves_nothing_open() -> None:

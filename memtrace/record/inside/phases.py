@@ -143,9 +143,11 @@ class PhaseLog:
             self.close_stale(owner)
         if self.current is not None and self.current in _NESTED.get(phase, (phase,)):
             return None
-        if self._stepped and phase in ("forward", "backward") and not any(one.phase == "step" for one in self._open):
+        if self._stepped and phase in ("forward", "backward"):
             self.step += 1
             self._stepped = False
+            for one in self._open:  # a closure: the optimizer's step that calls it is of the same round
+                one.step = self.step if one.phase == "step" else one.step
         inside = phase in ("forward", "backward", "step")
         token = Token(phase, self.step if inside or self._open else None, source, owner)
         self._open.append(token)

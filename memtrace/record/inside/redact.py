@@ -161,9 +161,11 @@ def looks_secret(text: str) -> bool:
 
 def _is_random(run: str) -> bool:
     """Letters and digits as a generator makes them: a long piece of both, or the 40 characters of an AWS secret."""
-    if any(len(piece) >= 20 and _wordless(piece) >= 14 and _kinds(piece) >= 2 for piece in re.split(r"[-_/+=]", run)):
+    if any(len(piece) >= 20 and _wordless(piece) >= 15 and _kinds(piece) >= 2 for piece in re.split(r"[-_/+=]", run)):
         return True
-    return any(len(piece) >= 32 and _wordless(piece) >= 16 and _kinds(piece) == 3 for piece in re.split(r"[-_]", run))
+    if any(len(piece) >= 32 and _wordless(piece) >= 16 and _kinds(piece) == 3 for piece in re.split(r"[-_]", run)):
+        return True
+    return _wordless(run) >= max(20, 0.6 * len(run)) and _kinds(run) == 3
 
 
 def _wordless(text: str) -> int:
