@@ -10,6 +10,9 @@ import pytest
 
 from memtrace.record.inside.eager import eagerly, untraced
 
+# Torch's own, while it is imported.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
 
 @pytest.fixture
 def torch() -> Iterator[Any]:

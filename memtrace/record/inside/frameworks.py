@@ -42,6 +42,15 @@ class Frameworks:
         """Everything as it was."""
         while self._undo:
             self._undo.pop()()
+        if self.deepspeed is not None:
+            self.deepspeed.remove()
+
+    def forked(self) -> None:
+        """A child marks its own gathers."""
+        if self.deepspeed is not None:
+            from . import gathers
+
+            gathers.forget()
 
     @property
     def engines(self) -> List[Any]:

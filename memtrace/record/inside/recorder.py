@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 from . import history, importing, notes, process, sidecar
 from . import settings as settings_module
 from .dump import Dumper
+from .eager import eagerly, untraced
 from .frameworks import Frameworks
 from .limits import Limits
 from .notes import guard
@@ -62,6 +63,8 @@ class Recorder:
     def arm(self) -> None:
         """Waits for the first use of CUDA. Nothing is written, and no signal touched, before that."""
         notes.configure(self.settings.directory)
+        for entry in (Recorder.on_oom, Recorder.dump, Recorder.on_signal):
+            untraced(entry)
         if self.settings.world:
             from . import world
 
@@ -201,6 +204,9 @@ class Recorder:
         """Writes snapshot and sidecar; the path, or None where that could not be done (and was said)."""
         if self.state != "recording" or self.started_us is None:
             return None
+        return eagerly(self._dump, reason, tag)
+
+    def _dump(self, reason: str, tag: str) -> Optional[str]:
         taken: Dict[str, Any] = {}
 
         began_us = now_us()
@@ -270,6 +276,7 @@ class Recorder:
         self.state = "forked"
         self.dumps, self._stem, self.oom = {}, None, None
         self.phases.notes.clear()
+        self.frameworks.forked()
         self.phases.tell_torch(None, None)
 
     def watch_history(self) -> None:
