@@ -8,6 +8,7 @@ What is recorded is what torch would have: the recorder itself is not told that 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import time
 import traceback
@@ -24,6 +25,7 @@ _state: dict[str, Any] = {
     "initialized": False,
     "text": "",
 }
+_PID = os.getpid()  # to a forked child CUDA is not initialised
 _addresses = itertools.count(0x7F0000000000, 2 << 20)
 _count = {"allocated": 0, "freed": 0, "peak": 0}
 calls: list[str] = []
@@ -131,4 +133,5 @@ torch._C._cuda_memorySnapshot = lambda *_arguments: _snapshot()
 torch._C._cuda_attach_out_of_memory_observer = _state["observers"].append
 torch._C._cuda_setMemoryMetadata = lambda text: _state.update(text=text)
 torch._C._cuda_getCurrentRawStream = lambda _device=0: 0
-torch.cuda.is_initialized = lambda: _state["initialized"]
+torch.cuda.is_initialized = lambda: _state["initialized"] and os.getpid() == _PID
+torch.cuda.default_generators = (torch.Generator(),)
