@@ -97,6 +97,13 @@ def environment_with(variable: str, value: str) -> Iterator[None]:
         del os.environ[variable]
 
 
+def shown(path: Path) -> str:
+    """A path as short as it can be typed here."""
+    with contextlib.suppress(ValueError, OSError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
+
+
 def is_ours(path: Path) -> bool:
     """Whether a file belongs to this user or to root: what somebody else left in a shared directory is not opened."""
     try:

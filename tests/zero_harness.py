@@ -60,9 +60,15 @@ def is_available() -> bool:
 
 def run(folder: Path, *options: object, python: str = sys.executable) -> tuple[Path, Raw]:
     """The script in a process of its own: the snapshot's path and what roles.json says."""
+    run_script(__file__, "--out", folder, *options, python=python)
+    return folder / "snapshot.pickle", json.loads((folder / "roles.json").read_text("utf-8"))
+
+
+def run_script(script: str, *options: object, python: str = sys.executable) -> None:
+    """A script of the tests to its end, without what this process has in its environment for DeepSpeed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONWARN", "DS_"))}
     done = subprocess.run(
-        [python, __file__, "--out", str(folder), *map(str, options)],
+        [python, script, *map(str, options)],
         capture_output=True,
         text=True,
         env=environment,
@@ -70,7 +76,6 @@ def run(folder: Path, *options: object, python: str = sys.executable) -> tuple[P
     )
     if done.returncode:
         raise RuntimeError(f"{options} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
-    return folder / "snapshot.pickle", json.loads((folder / "roles.json").read_text("utf-8"))
 
 
 def hidden(function: Callable[..., Any]) -> Callable[..., Any]:

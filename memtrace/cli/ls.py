@@ -88,7 +88,7 @@ def _described(directory: Path) -> Found:
     return Found(
         path=directory,
         name=meta.name or directory.name,
-        started_us=directory.stat().st_mtime_ns // 1000 if meta.started_us is None else meta.started_us,
+        started_us=recording.started_us(directory, meta),
         ended_us=meta.ended_us,
         exit_code=meta.exit_code,
         signal=meta.signal,
@@ -120,7 +120,6 @@ def _write_json(found: list[Found]) -> None:
 
 def _write_text(found: list[Found], color: str) -> None:
     from memtrace.cli.output import Column, Page
-    from memtrace.cli.record import shown
 
     columns = [Column("when"), Column("name"), Column("ranks", right=True), Column("peak", right=True),
                Column("size", right=True), Column("ended"), Column("path")]  # fmt: skip
@@ -132,7 +131,7 @@ def _write_text(found: list[Found], color: str) -> None:
             "" if one.peak_bytes is None else format_bytes(one.peak_bytes),
             format_bytes(one.bytes),
             _ending(one),
-            shown(one.path),
+            paths.shown(one.path),
         ]
         for one in found
     ]

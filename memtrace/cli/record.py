@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memtrace import paths
 from memtrace.cli import diagnostics
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ def _prepare(command: Sequence[str], options: dict[str, Any]) -> Settings | None
     settings = _settings(place.directory, name, options)
     layout.write_meta(place.directory, _meta(settings, command, None))
     if not options["quiet"]:
-        diagnostics.note(f"recording to {shown(place.directory)}: {_cost(settings)}")
+        diagnostics.note(f"recording to {paths.shown(place.directory)}: {_cost(settings)}")
         if settings.world:
             diagnostics.note(
                 f"a simulated world of {settings.world} ranks, this one rank {settings.rank}: its memory is that of "
@@ -330,10 +331,3 @@ def _cannot_fail(otherwise: str) -> Iterator[None]:
         diagnostics.note(f"interrupted: {otherwise}")
     except Exception as error:  # noqa: BLE001 - a bug of ours must not cost anyone a job
         diagnostics.note(f"{otherwise}: {type(error).__name__}: {error}")
-
-
-def shown(path: Path) -> str:
-    """A path as short as it can be typed here."""
-    with contextlib.suppress(ValueError, OSError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)

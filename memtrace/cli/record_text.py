@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memtrace import paths
 from memtrace.cli import COMMANDS, diagnostics
 from memtrace.io import recording
 from memtrace.io.sidecar import natural, read_json, sidecar_path
@@ -18,7 +19,6 @@ from memtrace.units import format_bytes, plural
 
 SHOWN = 16
 _QUICK_BYTES = 200_000_000
-_SIDECAR_BYTES = 256 << 20
 _NEXT = ("blame --peak", "oom", "advise", "tui", "ranks", "verify")
 NOBODY = (
     "no process of the command reported: none imported torch, or the recorder could not come in (python -I, -E or -S, "
@@ -78,7 +78,7 @@ def ranks_in(directory: Path) -> list[Rank]:
 
 def _sidecar(directory: Path, rank: int, snapshot: Path | None) -> dict[str, Any]:
     """What lies beside this snapshot, which need not be the rank's last; without one, what the rank left."""
-    beside = {} if snapshot is None else read_json(sidecar_path(snapshot), _SIDECAR_BYTES)
+    beside = {} if snapshot is None else read_json(sidecar_path(snapshot))
     return beside or dict(recording.sidecar(directory, rank))
 
 
@@ -100,13 +100,12 @@ def report(directory: Path, *, with_moments: bool, quiet: bool) -> None:
 
 
 def _headline(directory: Path, recorded: Sequence[Rank]) -> str:
-    from memtrace.cli.record import shown
     from memtrace.record import layout
 
     is_complete = all(one.sidecar.get("complete") is True for one in recorded)
     size = format_bytes(layout.size_of(directory))
     state = "complete" if is_complete else "not from the first allocation on"
-    return f"{plural(len(recorded), 'rank')} recorded in {shown(directory)} ({size}, {state})"
+    return f"{plural(len(recorded), 'rank')} recorded in {paths.shown(directory)} ({size}, {state})"
 
 
 def _table(recorded: Sequence[Rank], moments: dict[int, Moment]) -> None:
@@ -216,10 +215,9 @@ def _oom_of(one: Rank) -> dict[str, Any] | None:
 
 def _say_next(directory: Path, *, has_oom: bool) -> None:
     """Commands to paste; without a path where they find this recording by themselves."""
-    from memtrace.cli.record import shown
 
-    path = "" if _is_found(directory) else " " + shlex.quote(shown(directory))
-    here = shlex.quote(shown(directory))
+    path = "" if _is_found(directory) else " " + shlex.quote(paths.shown(directory))
+    here = shlex.quote(paths.shown(directory))
     lines = []
     for words in _NEXT:
         name = words.split()[0]

@@ -31,7 +31,6 @@ _NAME = re.compile(
 _TAGS = ("", "oom", "every", "signal", "peak")
 """What a rank's snapshots were taken for, the one to open first. Plain is the last; a killed rank has only others."""
 _META_BYTES = 1 << 20
-_SIDECAR_BYTES = 256 << 20
 _LISTED = 8
 
 
@@ -173,13 +172,13 @@ def newest() -> Path:
 def newest_in(root: Path) -> Path | None:
     """The newest recording directly inside a directory, by when it was started."""
     inside = [entry for entry in _entries(root) if entry.is_dir() and paths.is_ours(entry) and _dumps(entry)]
-    return max(inside, key=lambda entry: (_started_us(entry), entry.name), default=None)
+    return max(inside, key=lambda entry: (started_us(entry, read_meta(entry)), entry.name), default=None)
 
 
 def sidecar(directory: Path, rank: int) -> dict[str, object]:
     """What the recorder wrote beside a rank's last snapshot, or in its place; empty when there is nothing readable."""
     dumps = [(dump.snapshot is None, stem, dump) for stem, dump in _dumps(directory).items() if stem.rank == rank]
-    found = (read_json(dump.sidecar, _SIDECAR_BYTES) for _, _, dump in sorted(dumps))
+    found = (read_json(dump.sidecar) for _, _, dump in sorted(dumps))
     return next((content for content in found if content), {})
 
 
@@ -196,6 +195,11 @@ def read_meta(directory: Path) -> Meta:
         exit_code=natural(content.get("exit_code")),
         signal=natural(content.get("signal")),
     )
+
+
+def started_us(directory: Path, meta: Meta) -> int:
+    """When a recording began, in microseconds since 1970; where that is not said, when its directory last changed."""
+    return directory.stat().st_mtime_ns // 1000 if meta.started_us is None else meta.started_us
 
 
 def _dumps(directory: Path) -> dict[_Stem, _Dump]:
@@ -218,7 +222,7 @@ def _dumps(directory: Path) -> dict[_Stem, _Dump]:
 def _described(directory: Path, stem: _Stem, dump: _Dump) -> RankFile | None:
     if dump.snapshot is None:
         return None
-    content = read_json(dump.sidecar, _SIDECAR_BYTES)
+    content = read_json(dump.sidecar)
     stats = content.get("stats")
     return RankFile(
         path=dump.snapshot,
@@ -233,11 +237,6 @@ def _described(directory: Path, stem: _Stem, dump: _Dump) -> RankFile | None:
 
 def _peak(item: RankFile) -> int:
     return -1 if item.peak_bytes is None else item.peak_bytes
-
-
-def _started_us(directory: Path) -> int:
-    started = read_meta(directory).started_us
-    return directory.stat().st_mtime_ns // 1000 if started is None else started
 
 
 def _nothing(directory: Path, ranks: Sequence[Unrecorded]) -> NothingRecordedError:

@@ -123,13 +123,13 @@ def sidecar_path(snapshot: Path) -> Path:
 def read_sidecar(snapshot: Path) -> Sidecar | None:
     """The sidecar beside a snapshot; None where there is none of ours. Never raises for what is in the file."""
     path = sidecar_path(snapshot)
-    content = {} if path == snapshot else read_json(path, _MOST_BYTES)
+    content = {} if path == snapshot else read_json(path)
     if content.get("schema", SCHEMA) != SCHEMA or not ("memtrace" in content or "schema" in content):
         return None
     return _sidecar(path, content)
 
 
-def read_json(path: Path, most_bytes: int) -> dict[str, Any]:
+def read_json(path: Path, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
     """The JSON object in a file; empty where there is none that can be read within that size."""
     try:
         if not path.is_file() or path.stat().st_size > most_bytes:

@@ -8,7 +8,9 @@ import re
 
 import pytest
 
+import memtrace
 from memtrace.record.inside.settings import TWIN, VARIABLE, Settings, decode, encode, from_environment
+from memtrace.record.inside.version import VERSION
 
 EVERYTHING = Settings(
     directory="/runs/a b/\udc80é",
@@ -40,6 +42,10 @@ def text_of(**changed: object) -> str:
 @pytest.mark.parametrize("settings", [EVERYTHING, Settings("/runs/a"), Settings("/runs/a", ranks="all")])
 def test_they_arrive_as_they_were_sent(settings: Settings) -> None:
     assert decode(encode(settings)) == settings
+
+
+def test_the_ranks_say_the_release_that_they_were_copied_from() -> None:
+    assert memtrace.__version__ == VERSION
 
 
 def test_every_option_is_in_the_example() -> None:

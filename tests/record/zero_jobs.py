@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,16 +37,9 @@ def found(*options: str, python: str = sys.executable) -> Raw:
 
 def run(file: Path, *options: object, python: str = sys.executable) -> Raw:
     """The same, uncached."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONWARN", "DS_"))}
-    done = subprocess.run(
-        [python, __file__, "--out", str(file), *map(str, options)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{options} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
+    from zero_harness import run_script  # not there for the script itself
+
+    run_script(__file__, "--out", file, *options, python=python)
     return dict(json.loads(file.read_text("utf-8")))
 
 

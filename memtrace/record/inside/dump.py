@@ -14,6 +14,7 @@ import time
 from typing import Any, Callable, Dict, Iterator, List, Optional, Set
 
 from . import notes, process
+from .sidecar import SCHEMA
 
 Fill = Callable[[Any], Any]
 
@@ -272,7 +273,7 @@ def _described(describe: Callable[[], Dict[str, Any]], reason: str) -> Dict[str,
         return describe()
     except Exception as error:  # noqa: BLE001 - as said
         notes.note(f"no sidecar: {notes.described(error)}")
-        return {"schema": "memtrace.sidecar/1", "reason": reason, "notes": list(notes.NOTES)}
+        return {"schema": SCHEMA, "reason": reason, "notes": list(notes.NOTES)}
 
 
 def _json(document: Any) -> bytes:

@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, Tuple
 
 from . import importing, notes
 from .notes import guard
+from .phases import marked
 from .roots import compiling
 
 _TRAINER_PHASES = (
@@ -68,17 +69,8 @@ class Frameworks:
         original = getattr(owner, method, None)
         if original is None:
             return
-        phases = self._recorder.phases
-
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            token = phases.begin(phase, kind)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                phases.end(token)
-
-        setattr(owner, method, wrapped)
+        is_compiling = compiling(self._recorder.torch)
+        setattr(owner, method, marked(original, self._recorder.phases, phase, kind, is_compiling))
         self._undo.append(lambda: setattr(owner, method, original))
 
     # --modules

@@ -57,19 +57,19 @@ def _call(record: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 def snapshot(torch: Any) -> Tuple[Any, Dict[int, Dict[str, int]], bool]:
     """(snapshot, torch's counters by device, whether they are of the same moment)."""
     for _ in range(_TRIES):
-        before = _turnover(torch)
+        before = _turnover(all_stats(torch))
         found = torch.cuda.memory._snapshot()
         stats = all_stats(torch)
-        if before == _turnover(torch):
+        if before == _turnover(stats):
             return found, stats, True
     notes.note("other threads allocated while the snapshot was taken: its counters may be of a moment later")
     return found, stats, False
 
 
-def _turnover(torch: Any) -> Tuple[int, ...]:
+def _turnover(by_device: Dict[int, Dict[str, int]]) -> Tuple[int, ...]:
     return tuple(
         stats.get(f"{name}.all.{total}", 0)
-        for _, stats in sorted(all_stats(torch).items())
+        for _, stats in sorted(by_device.items())
         for name in ("allocation", "segment")
         for total in ("allocated", "freed")
     )

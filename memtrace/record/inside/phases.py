@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 import time
 from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional
 
-from . import notes
+from .notes import guard
 
 _MOST_NOTES = 400_000
 _NESTED = {"forward": ("forward", "eval", "backward"), "eval": ("eval", "backward", "forward"), "init": ("init",)}
@@ -69,38 +70,60 @@ class PhaseLog:
         """The innermost open phase."""
         return self._open[-1].phase if self._open else None
 
+    @guard
     def begin(self, phase: str, source: str, owner: int = 0) -> Optional[Token]:
         """Opens a phase; None when it says nothing new. Give the result to `end`."""
-        try:
-            return self._begin(phase, source, owner)
-        except Exception as error:  # noqa: BLE001 - the job goes on, whatever is wrong with us
-            notes.note(f"phase {phase} not noted: {type(error).__name__}: {error}")
+        here = threading.get_ident()
+        if not self._open:
+            self._thread = here
+        elif here != self._thread:
             return None
+        if owner:
+            self.close_stale(owner)
+        if self.current is not None and self.current in _NESTED.get(phase, (phase,)):
+            return None
+        if self._stepped and phase in ("forward", "backward"):
+            self.step += 1
+            self._stepped = False
+            for one in self._open:  # a closure: the optimizer's step that calls it is of the same round
+                one.step = self.step if one.phase == "step" else one.step
+        inside = phase in ("forward", "backward", "step")
+        token = Token(phase, self.step if inside or self._open else None, source, owner)
+        self._open.append(token)
+        if self._annotate is not None:
+            token.annotation = self._annotate(f"memtrace: {self.text()}")
+        self._say()
+        return token
 
+    @guard
     def end(self, token: Optional[Token]) -> None:
         """Closes it, and what was left open inside it by an exception."""
-        if token is None:
+        if token not in self._open:
             return
-        try:
-            self._end(token)
-        except Exception as error:  # noqa: BLE001
-            notes.note(f"phase {token.phase} not noted: {type(error).__name__}: {error}")
+        now = now_us()
+        while self._open:
+            last = self._open.pop()
+            if last.annotation is not None:
+                last.annotation.__exit__(None, None, None)
+            self.dropped += len(self.notes) == self.notes.maxlen
+            self.notes.append(PhaseNote(last.phase, last.step, last.begin_us, now, last.source))
+            if last is token:
+                break
+        self._say()
 
+    @guard
     def step_done(self) -> None:
         """The optimizer has run: the next forward or backward belongs to the next step."""
         if self._stepped:
             return
         self._stepped = True
         if self.on_step is not None:
-            try:
-                self.on_step(self.step)
-            except Exception as error:  # noqa: BLE001
-                notes.note(f"end of step {self.step}: {type(error).__name__}: {error}")
+            self.on_step(self.step)
 
     def close_stale(self, owner: int) -> None:
         """Closes what `owner` began and never ended, because an exception was caught further out."""
         for token in [token for token in self._open if token.owner == owner]:
-            self._end(token)
+            self.end(token)
 
     def so_far(self) -> List[PhaseNote]:
         """All stretches, the open ones as if they ended now."""
@@ -133,46 +156,27 @@ class PhaseLog:
             found = self._texts[key] = ";".join(parts)
         return found
 
-    def _begin(self, phase: str, source: str, owner: int) -> Optional[Token]:
-        here = threading.get_ident()
-        if not self._open:
-            self._thread = here
-        elif here != self._thread:
-            return None
-        if owner:
-            self.close_stale(owner)
-        if self.current is not None and self.current in _NESTED.get(phase, (phase,)):
-            return None
-        if self._stepped and phase in ("forward", "backward"):
-            self.step += 1
-            self._stepped = False
-            for one in self._open:  # a closure: the optimizer's step that calls it is of the same round
-                one.step = self.step if one.phase == "step" else one.step
-        inside = phase in ("forward", "backward", "step")
-        token = Token(phase, self.step if inside or self._open else None, source, owner)
-        self._open.append(token)
-        if self._annotate is not None:
-            token.annotation = self._annotate(f"memtrace: {self.text()}")
-        self._say()
-        return token
-
-    def _end(self, token: Token) -> None:
-        if token not in self._open:
-            return
-        now = now_us()
-        while self._open:
-            last = self._open.pop()
-            if last.annotation is not None:
-                last.annotation.__exit__(None, None, None)
-            self.dropped += len(self.notes) == self.notes.maxlen
-            self.notes.append(PhaseNote(last.phase, last.step, last.begin_us, now, last.source))
-            if last is token:
-                break
-        self._say()
-
     def _say(self) -> None:
         if self._set_text is not None:
             self._set_text(self.text())
+
+
+def marked(
+    original: Callable[..., Any], phases: PhaseLog, phase: str, source: str, is_compiling: Callable[[], bool]
+) -> Callable[..., Any]:
+    """A function whose calls are stretches of `phase`. What it raises goes through untouched."""
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(*args, **kwargs)
+        token = phases.begin(phase, source)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            phases.end(token)
+
+    return wrapped
 
 
 def now_us() -> int:

@@ -163,17 +163,12 @@ class Recorder:
             return
         reason = "exit" if getattr(sys, "last_type", None) is None else "exception"
         if self.state == "recording":
-            if self.signals_running():
-                self.signals.finish()
+            self.signals.finish()
             if "exit" in self.settings.on and not self._ended_by_oom():
                 self.dump(reason)
         elif self._is_rank():
             self.describe_only(reason)
         self.stop()
-
-    def signals_running(self) -> bool:
-        """Whether signals are ours to watch."""
-        return not self._signals_wanted
 
     def _ended_by_oom(self) -> bool:
         """An OOM ended the job: the snapshot of that moment is the one to keep."""

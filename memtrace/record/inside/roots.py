@@ -17,8 +17,8 @@ _MOST_CALLS = 8
 class Roots:
     """Finds them and marks their calls in `phases`. `models` are the ones alive."""
 
-    def __init__(self, torch: Any, phases: Any, found: Optional[Callable[[Any], None]] = None) -> None:
-        self._torch, self._phases, self._found = torch, phases, found
+    def __init__(self, torch: Any, phases: Any) -> None:
+        self._torch, self._phases = torch, phases
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()
         self._patched: Dict[Any, Tuple[bool, Any]] = {}
         self._handles: List[Any] = []
@@ -83,8 +83,6 @@ class Roots:
     @guard
     def _add(self, model: Any) -> None:
         self.models.add(model)
-        if self._found is not None:
-            self._found(model)
         kind = type(model)
         if kind in self._patched or kind.__name__ == "OptimizedModule":
             return
@@ -109,10 +107,7 @@ class Roots:
 
     @guard
     def _enter(self, model: Any) -> Any:
-        if model not in self.models:
-            self.models.add(model)
-            if self._found is not None:
-                self._found(model)
+        self.models.add(model)
         return self._phases.begin(self._phase(), "torch", owner=id(model))
 
 

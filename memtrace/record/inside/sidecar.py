@@ -1,4 +1,4 @@
-"""NAME.json: what torch, DeepSpeed and the hooks knew at a dump (schema memtrace.sidecar/1, in docs/recordings.md)."""
+"""NAME.json: what torch, DeepSpeed and the hooks knew at a dump (schema memtrace.sidecar/1, in docs/recording.md)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import sys
 from typing import Any, Dict, List, Optional
 
-from . import notes, nvml, process
+from . import notes, process
 from .version import VERSION
 
 SCHEMA = "memtrace.sidecar/1"
@@ -48,7 +48,7 @@ def describe(recorder: Any, reason: str, taken: Dict[str, Any]) -> Dict[str, Any
         "stats_steady": taken.get("steady"),
         "other_devices": {str(other): one for other, one in stats.items() if other != device},
         "mem_get_info": _part(lambda: list(recorder.torch.cuda.mem_get_info(device))) if taken else None,
-        "nvml_process_bytes": _part(lambda: nvml.process_bytes(recorder.torch, device)) if taken else None,
+        "nvml_process_bytes": _part(lambda: _process_bytes(recorder.torch, device)) if taken else None,
         "segments_start": recorder.segments_start,
         "steps": recorder.phases.steps_done,
         "oom": recorder.oom,
@@ -129,6 +129,12 @@ def _device(torch: Any, index: int) -> Dict[str, Any]:
         "uuid_hash": None if uuid is None else _hash(str(uuid)),
         "capability": f"{found.major}.{found.minor}",
     }
+
+
+def _process_bytes(torch: Any, index: int) -> Optional[int]:
+    from . import nvml  # only here: an interpreter may be without ctypes
+
+    return nvml.process_bytes(torch, index)
 
 
 def _limit(torch: Any, index: int) -> Optional[int]:

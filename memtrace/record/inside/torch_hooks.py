@@ -8,6 +8,7 @@ import weakref
 from typing import Any, Callable
 
 from .notes import guard
+from .phases import marked
 from .roots import compiling
 
 
@@ -114,17 +115,5 @@ class TorchHooks:
 
     def _wrap(self, home: Any, name: str, phase: str) -> None:
         original = getattr(home, name)
-        is_compiling = compiling(self._torch)
-
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling():
-                return original(*args, **kwargs)
-            token = self._phases.begin(phase, "torch")
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._phases.end(token)
-
-        setattr(home, name, wrapped)
+        setattr(home, name, marked(original, self._phases, phase, "torch", compiling(self._torch)))
         self._undo.append(lambda: setattr(home, name, original))
