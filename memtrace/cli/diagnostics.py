@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import time
@@ -110,12 +111,18 @@ class _Guarded:
         return getattr(self._stream, name)
 
 
+class _Closed(io.TextIOBase):
+    """In the place of a standard output that was closed before we began: `record` has nothing to say there."""
+
+    def write(self, _text: str) -> int:
+        """Raises OutputError."""
+        raise OutputError("standard output is closed")
+
+
 @contextlib.contextmanager
 def _guarded_stdout() -> Iterator[None]:
     stream = sys.stdout
-    if stream is None:
-        raise OutputError("standard output is closed")
-    sys.stdout = cast("TextIO", _Guarded(stream))
+    sys.stdout = cast("TextIO", _Closed() if stream is None else _Guarded(stream))
     try:
         yield
         sys.stdout.flush()

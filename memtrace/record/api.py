@@ -118,5 +118,5 @@ def _finish(directory: Path, meta: dict[str, Any]) -> None:
         for problem in layout.pack(directory):
             notes.say(problem)
         layout.remember(directory)
-    except OSError as error:
-        notes.say(f"{directory}: {error.strerror}")
+    except Exception as error:  # noqa: BLE001 - the program goes on; its snapshot is written
+        notes.say(f"{directory}: {notes.described(error)}")

@@ -45,6 +45,14 @@ def test_closed_streams() -> None:
     assert (ran.returncode, ran.stdout) == (3, "")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_a_job_is_recorded_whatever_is_closed(closed: str, tmp_path: Path) -> None:
+    job = f"open({str(tmp_path / 'ran')!r}, 'w'); raise SystemExit(3)"
+    command = f'exec "$0" -m memtrace record -o "$1" -- "$0" -c "$2" {closed}'
+    ran = subprocess.run(["sh", "-c", command, sys.executable, str(tmp_path / "out"), job], cwd=ROOT, check=False)
+    assert (ran.returncode, (tmp_path / "ran").exists()) == (3, True)
+
+
 def test_an_encoding_without_our_characters(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     ran = subprocess.run(

@@ -1,10 +1,10 @@
-"""What recording costs: step times with and without `memtrace record` around the same job, in turns.
+"""What recording costs: step times with and without memtrace's recording, in one process, in turns.
 
     python3 tests/gpu/overhead.py --out $OUT --wheels .whl
 
-Each model trains with ZeRO-3 as rank 0 of 8, by means of the job's own (jobs/alone.py), in six processes: two recorded
-with default options, two not, two with torch's own recording only. All start at once; then they take turns of five
-steps, so that what the machine does meanwhile hits all alike. Noise is what two processes of the same kind differ by.
+Each model trains with ZeRO-3 as rank 0 of 8, by means of the job's own (jobs/alone.py): with a batch so small that the
+GPU waits for Python, which is the worst case, and with one that keeps it busy. jobs/compare.py switches recording on
+and off every few steps: two equal processes differ by up to 20 % on such machines, more than any recording costs.
 """
 
 from __future__ import annotations
@@ -12,75 +12,77 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from record_driver import HERE, Machine, ask, say
 
-ARMS = ("off", "on", "all", "alloc", "off", "on")
-"""Unrecorded, under `memtrace record`, and with nothing but torch's own recording: of all stacks, of allocations'."""
-MODELS = {"gpt2": "--bs 4 --seq 512", "llama-1b": "--bs 1 --seq 512"}
+CASES = {
+    "gpt2": "--model gpt2 --bs 4 --seq 512",
+    "llama-1b": "--model llama-1b --bs 1 --seq 512",
+    "gpt2-busy": "--model gpt2 --bs 64 --seq 1024",
+    "llama-1b-busy": "--model llama-1b --bs 24 --seq 1024",
+}
 
 
-def start(machine: Machine, model: str, arm: str, turn: str, options: argparse.Namespace) -> tuple[Any, Path, Path]:
-    """A job that waits for its turns; where its times and its recording will be."""
-    name = f"{model}-{arm}-{turn.split(':')[1]}"
+def run(machine: Machine, name: str, rounds: int) -> dict[str, Any]:
+    """One case: its table, or what went wrong."""
     times, folder = machine.work / f"{name}.times.json", machine.recordings / name
-    job = f"train_zero.py --model {model} --stage 3 --adam torch --alone 8 {MODELS[model]}"
-    if machine.is_cpu:
-        job = "train_zero.py --model tiny --stage 3 --adam torch --alone 8 --seq 32"
-    script, *arguments = f"{job} --blocks {options.blocks} --turns {turn} --times {times}".split()
-    command = [machine.python, str(HERE / "jobs" / script), *arguments]
-    if arm in ("all", "alloc"):
-        command += ["--own", arm]
-    if arm == "on":
-        command = [*machine.memtrace, "record", "-o", str(folder), "--", *command]
-    log = (machine.logs / f"{name}.log").open("w")
-    environment = {**machine.environment(), "MASTER_PORT": str(29800 + int(turn.split(":")[1]))}
-    return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True), times, folder
+    shape = "--model tiny --bs 1 --seq 32" if machine.is_cpu else CASES[name]
+    job = f"train_zero.py {shape} --stage 3 --adam torch --alone 8 --rounds {rounds} --times {times}"
+    script, *arguments = f"{job} --recordings {folder}".split()
+    environment = machine.environment()
+    environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), *machine.memtrace_site()])
+    with (machine.logs / f"{name}.log").open("w") as log:
+        done = subprocess.run(
+            [machine.python, str(HERE / "jobs" / script), *arguments],
+            stdout=log, stderr=log, env=environment, timeout=max(machine.left(), 1),
+        )  # fmt: skip
+    if done.returncode or not times.exists():
+        return {"exit": done.returncode, "log": (machine.logs / f"{name}.log").read_text("utf-8", "replace")[-800:]}
+    made = sorted(folder.glob("*/rank0000.pickle*"))
+    return {**compare(json.loads(times.read_text())), "recordings": [recorded(machine, path) for path in made[-1:]]}
 
 
-def recorded(machine: Machine, folder: Path) -> dict[str, Any]:
-    """Events, bytes and dump time of one recording."""
-    facts: dict[str, Any] = {"files": {path.name: path.stat().st_size for path in sorted(folder.glob("rank*"))}}
-    for path in folder.glob("rank0000.pickle*"):
-        code, document = ask(machine, "info", str(path))
-        events = (document.get("snapshot") or {}).get("events") or 0
-        facts.update(info_exit=code, events=events)
-        if events:
-            facts["bytes_per_event"] = round(path.stat().st_size / events, 1)
-    sidecar = folder / "rank0000.json"
-    if sidecar.exists():
-        dumped_us = json.loads(sidecar.read_text("utf-8")).get("dumped_us")
-        facts["write_s"] = round(sidecar.stat().st_mtime - dumped_us / 1e6, 2) if dumped_us else None
-    log = folder / "log"
-    if log.exists():
-        lines = log.read_text("utf-8", "replace").splitlines()
-        facts["log"] = [re.sub(r"^\S+ ", "", line)[:200] for line in lines[-12:]]
-    return facts
+def recorded(machine: Machine, path: Path) -> dict[str, Any]:
+    """Events and bytes of one recording, and what its log says of the time that it took."""
+    _, document = ask(machine, "info", str(path))
+    events = (document.get("snapshot") or {}).get("events") or 0
+    log = (path.parent / "log").read_text("utf-8", "replace").splitlines()
+    return {
+        "events": events,
+        "bytes": path.stat().st_size,
+        "bytes_per_event": round(path.stat().st_size / max(events, 1), 1),
+        "log": [line[-200:] for line in log if "wrote" in line],
+    }
 
 
 def compare(times: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """Medians in milliseconds, what recording costs, and by how much equal processes differ."""
-    medians = {arm: [statistics.median(run) * 1e3 for run in runs] for arm, runs in times.items()}
-    together = {arm: statistics.median([step for run in runs for step in run]) * 1e3 for arm, runs in times.items()}
-    row: dict[str, Any] = {
-        "steps": {arm: [len(run) for run in runs] for arm, runs in times.items()},
-        "medians_ms": {arm: [round(value, 2) for value in values] for arm, values in medians.items()},
-        "fastest_ms": {arm: [round(min(run) * 1e3, 2) for run in runs] for arm, runs in times.items()},
+    """Medians in milliseconds, and what each way costs against its neighbours that were not recorded.
+
+    `noise_percent` is half the range in which the middle half of the unrecorded blocks' medians lies.
+    """
+    blocks = {way: [statistics.median(block) * 1e3 for block in found] for way, found in times.items()}
+    table: dict[str, Any] = {"steps": {way: sum(map(len, found)) for way, found in times.items()}}
+    table["median_ms"] = {way: _median(step * 1e3 for block in found for step in block) for way, found in times.items()}
+    table["fastest_ms"] = {way: round(min(map(min, found)) * 1e3, 2) for way, found in times.items()}
+    for key in ("median_ms", "fastest_ms"):
+        percent = {way: round(100 * (value / table[key]["off"] - 1), 1) for way, value in table[key].items()}
+        table[key.replace("_ms", "_percent")] = percent
+    table["paired_percent"] = {
+        way: round(100 * (statistics.median(a / b for a, b in zip(found, blocks["off"], strict=True)) - 1), 1)
+        for way, found in blocks.items()
     }
-    off = together["off"]
-    for arm in times:
-        row[f"{arm}_percent"] = round(100 * (together[arm] / off - 1), 2)
-    row["noise_percent"] = {
-        arm: round(100 * (max(values) - min(values)) / off, 2) for arm, values in medians.items()
-    }  # fmt: skip
-    return row
+    low, middle, high = statistics.quantiles(blocks["off"], n=4) if len(blocks["off"]) > 1 else blocks["off"] * 3
+    table["noise_percent"] = round(100 * (high - low) / 2 / middle, 1)
+    return table
+
+
+def _median(values: Any) -> float:
+    return round(statistics.median(values), 2)
 
 
 def main() -> None:
@@ -92,45 +94,24 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--memtrace", default="")
     parser.add_argument("--only", default="")
-    parser.add_argument("--blocks", type=int, default=6, help="turns of each process")
-    parser.add_argument("--limit", type=float, default=300)
+    parser.add_argument("--rounds", type=int, default=8, help="blocks of five steps of each way")
+    parser.add_argument("--limit", type=float, default=420)
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     if not options.memtrace and options.wheels is None:
         parser.error("--wheels or --memtrace")
     machine = Machine(options)
-    models = [name for name in MODELS if not options.only or name in options.only.split(",")]
-    plan = [(model, arm) for model in models for arm in ARMS]
-    turns = machine.work / f"turns-{os.getpid()}"
-    began = time.monotonic()
-    jobs = [
-        (model, arm, *start(machine, model, arm, f"{turns}:{index}:{len(plan)}", options))
-        for index, (model, arm) in enumerate(plan)
-    ]
-    while machine.left() > 0 and any(process.poll() is None for _, _, process, *_ in jobs):
-        time.sleep(0.1)
-    for _, _, process, *_ in jobs:
-        process.kill()
-        process.wait()
-    table: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1)}
-    for model in models:
-        times: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
-        recordings = []
-        for name, arm, process, path, folder in jobs:
-            if name != model:
-                continue
-            if process.returncode == 0 and path.exists():
-                times[arm].append(json.loads(path.read_text()))
-            else:
-                say(model, arm, "exit", process.returncode)
-            if arm == "on" and folder.is_dir():
-                recordings.append(recorded(machine, folder))
-        table[model] = {**(compare(times) if all(times.values()) else {"error": "no times"}), "recordings": recordings}
-        say(model, json.dumps(table[model])[:1500])
-    (machine.out / "overhead.json").write_text(json.dumps(table, indent=1))
-    for log in sorted(machine.logs.glob("*.log")):
-        if not (machine.work / f"{log.stem}.times.json").exists():
-            say(log.name, log.read_text("utf-8", "replace")[-800:])
+    table = {}
+    for name in [name for name in CASES if not options.only or name in options.only.split(",")]:
+        if machine.left() < 40:
+            say(name, "left out: no time")
+            continue
+        try:
+            table[name] = run(machine, name, options.rounds)
+        except subprocess.TimeoutExpired:
+            table[name] = {"exit": "no time"}
+        say(name, json.dumps(table[name]))
+        (machine.out / "overhead.json").write_text(json.dumps(table, indent=1))
 
 
 if __name__ == "__main__":

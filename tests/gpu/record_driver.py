@@ -150,6 +150,10 @@ class Machine:
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
+    def memtrace_site(self) -> list[str]:
+        """Where a job that imports memtrace itself finds it; behind its own packages, which it keeps."""
+        return [str(site) for site in (self.work / "memtrace").glob("lib/python3.*/site-packages")]
+
     def _install(self, wheels: Path) -> list[str]:
         """memtrace in an environment of its own, which sees none of the job's packages."""
         folder = self.work / "memtrace"

@@ -113,6 +113,14 @@ def test_nowhere_to_write_is_said_and_the_program_runs(tmp_path: Path) -> None:
     assert "taken" in done.stderr
 
 
+def test_what_goes_wrong_at_the_end_is_said_and_the_program_runs(tmp_path: Path) -> None:
+    broken = "from memtrace.record import layout\nlayout.remember = lambda directory: 1 / 0\n"
+    done = run(tmp_path, broken + "with memtrace.recording('out'):\n    train()\nprint('trained')")
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert "ZeroDivisionError" in done.stderr
+    assert list((tmp_path / "out").glob("rank0000.pickle*"))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs transformers and accelerate")
 def test_the_trainers_callback(tmp_path: Path) -> None:

@@ -24,10 +24,9 @@ parser.add_argument("--adam", default="deepspeed", choices=("deepspeed", "torch"
 parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
 parser.add_argument("--backend", default=None)
 parser.add_argument("--alone", type=int, default=0, help="rank 0 of so many, without help from outside")
-parser.add_argument("--turns", default="", help="FILE:K:N; steps are timed in turns, see turns.py")
+parser.add_argument("--rounds", type=int, default=0, help="compare ways of recording so many times, see compare.py")
 parser.add_argument("--times", type=Path, help="write the step times here")
-parser.add_argument("--blocks", type=int, default=6, help="blocks of timed steps")
-parser.add_argument("--own", choices=("all", "alloc"), help="record with torch's own call: frames of frees too, or not")
+parser.add_argument("--recordings", type=Path, help="and the recordings that were made here")
 args = parser.parse_args()
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,15 +61,12 @@ def step() -> float:
     return loss
 
 
-if args.own:
-    torch.cuda.memory._record_memory_history(context=args.own, stacks="python", max_entries=1_000_000)
-if args.times:
-    from turns import Turns
+if args.rounds:
+    from compare import blocks, ways
 
-    for _ in range(5):
+    for _ in range(3):
         step()
-    times = Turns(args.turns).timed(step, blocks=args.blocks, steps=5)
-    args.times.write_text(json.dumps(times))
+    args.times.write_text(json.dumps(blocks(step, ways(args.recordings), args.rounds)))
 else:
     for index in range(args.steps):
         began = time.perf_counter()
