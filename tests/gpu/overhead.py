@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -43,6 +44,7 @@ def run(machine: Machine, name: str, rounds: int) -> dict[str, Any]:
         )  # fmt: skip
     if done.returncode or not times.exists():
         return {"exit": done.returncode, "log": (machine.logs / f"{name}.log").read_text("utf-8", "replace")[-800:]}
+    shutil.copy(times, machine.out)  # runs can be put together: one alone says little on a noisy machine
     made = sorted(folder.glob("*/rank0000.pickle*"))
     return {**compare(json.loads(times.read_text())), "recordings": [recorded(machine, path) for path in made[-1:]]}
 
