@@ -215,7 +215,6 @@ def _oom_of(one: Rank) -> dict[str, Any] | None:
 
 def _say_next(directory: Path, *, has_oom: bool) -> None:
     """Commands to paste; without a path where they find this recording by themselves."""
-
     path = "" if _is_found(directory) else " " + shlex.quote(paths.shown(directory))
     here = shlex.quote(paths.shown(directory))
     lines = []

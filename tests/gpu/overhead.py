@@ -35,8 +35,7 @@ def run(machine: Machine, name: str, rounds: int) -> dict[str, Any]:
     shape = "--model tiny --bs 1 --seq 32" if machine.is_cpu else CASES[name]
     job = f"train_zero.py {shape} --stage 3 --adam torch --alone 8 --rounds {rounds} --times {times}"
     script, *arguments = f"{job} --recordings {folder}".split()
-    environment = machine.environment()
-    environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), *machine.memtrace_site()])
+    environment = machine.environment(*machine.memtrace_site())
     with (machine.logs / f"{name}.log").open("w") as log:
         done = subprocess.run(
             [machine.python, str(HERE / "jobs" / script), *arguments],
@@ -63,28 +62,19 @@ def recorded(machine: Machine, path: Path) -> dict[str, Any]:
 
 
 def compare(times: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """Medians in milliseconds, and what each way costs against its neighbours that were not recorded.
+    """Medians and fastest steps in milliseconds, and what each way adds to those that were not recorded.
 
     `noise_percent` is half the range in which the middle half of the unrecorded blocks' medians lies.
     """
-    blocks = {way: [statistics.median(block) * 1e3 for block in found] for way, found in times.items()}
     table: dict[str, Any] = {"steps": {way: sum(map(len, found)) for way, found in times.items()}}
-    table["median_ms"] = {way: _median(step * 1e3 for block in found for step in block) for way, found in times.items()}
-    table["fastest_ms"] = {way: round(min(map(min, found)) * 1e3, 2) for way, found in times.items()}
-    for key in ("median_ms", "fastest_ms"):
-        percent = {way: round(100 * (value / table[key]["off"] - 1), 1) for way, value in table[key].items()}
-        table[key.replace("_ms", "_percent")] = percent
-    table["paired_percent"] = {
-        way: round(100 * (statistics.median(a / b for a, b in zip(found, blocks["off"], strict=True)) - 1), 1)
-        for way, found in blocks.items()
-    }
-    low, middle, high = statistics.quantiles(blocks["off"], n=4) if len(blocks["off"]) > 1 else blocks["off"] * 3
+    for name, choose in (("median", statistics.median), ("fastest", min)):
+        chosen = {way: choose([step for block in found for step in block]) * 1e3 for way, found in times.items()}
+        table[f"{name}_ms"] = {way: round(value, 2) for way, value in chosen.items()}
+        table[f"{name}_percent"] = {way: round(100 * (value / chosen["off"] - 1), 1) for way, value in chosen.items()}
+    blocks = [statistics.median(block) for block in times["off"]]
+    low, middle, high = statistics.quantiles(blocks, n=4) if len(blocks) > 1 else blocks * 3
     table["noise_percent"] = round(100 * (high - low) / 2 / middle, 1)
     return table
-
-
-def _median(values: Any) -> float:
-    return round(statistics.median(values), 2)
 
 
 def main() -> None:

@@ -127,8 +127,8 @@ class Machine:
         self.memtrace = [options.memtrace] if options.memtrace else self._install(options.wheels)
         self._job_packages(options.wheels)
 
-    def environment(self) -> dict[str, str]:
-        """Of a job. Without what this driver was started with for memtrace's sake."""
+    def environment(self, *last: str) -> dict[str, str]:
+        """Of a job, which looks for modules in `last` too. Without what this driver was started with for memtrace."""
         inherited = {name: value for name, value in os.environ.items() if "MEMTRACE" not in name}
         more = {
             "PYTHONUNBUFFERED": "1",
@@ -141,8 +141,9 @@ class Machine:
             "DS_IGNORE_CUDA_DETECTION": "1",
             "PATH": f"{self.site / 'bin'}:{Path(self.python).parent}:{os.environ.get('PATH', '')}",
         }
-        if self.site.is_dir():
-            more["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.site), inherited.get("PYTHONPATH")]))
+        own = str(self.site) if self.site.is_dir() else None
+        if own or last:
+            more["PYTHONPATH"] = os.pathsep.join(filter(None, [own, inherited.get("PYTHONPATH"), *last]))
         if self.is_cpu:
             more["DS_ACCELERATOR"] = "cpu"
         return {**inherited, **more}
