@@ -43,7 +43,7 @@ for _ in range(2):
     loss = engine(input_ids=ids, labels=ids).loss
     engine.backward(loss)
     engine.step()
-print("rank", os.environ["RANK"], "done", flush=True)
+print("rank " + os.environ["RANK"] + " done\\n", end="", flush=True)  # in one piece: ranks share the output
 sys.exit(3 * (os.environ["RANK"] == "1"))
 """
 DDP = f"""
@@ -58,7 +58,7 @@ for _ in range(2):
 with torch.no_grad():
     model(input_ids=ids)
 torch.distributed.destroy_process_group()
-print("rank", os.environ["RANK"], "done", flush=True)
+print("rank " + os.environ["RANK"] + " done\\n", end="", flush=True)  # in one piece: ranks share the output
 """
 
 
@@ -113,7 +113,7 @@ def test_plain_python(tmp_path: Path) -> None:
     script = DDP.replace('torch.distributed.init_process_group("gloo")', "").replace(
         "torch.nn.parallel.DistributedDataParallel(model)", "model"
     )
-    script = script.replace("torch.distributed.destroy_process_group()", "").replace('os.environ["RANK"]', "0")
+    script = script.replace("torch.distributed.destroy_process_group()", "").replace('os.environ["RANK"]', '"0"')
     done, out = record(tmp_path, script, sys.executable)
     assert (done.returncode, done.stdout) == (0, "rank 0 done\n"), done.stderr[-4000:]
     (said,) = sidecars(out)
