@@ -64,7 +64,8 @@ def recorded(machine: Machine, path: Path) -> dict[str, Any]:
 def compare(times: dict[str, list[list[float]]]) -> dict[str, Any]:
     """Medians and fastest steps in milliseconds, and what each way adds to those that were not recorded.
 
-    `noise_percent` is half the range in which the middle half of the unrecorded blocks' medians lies.
+    `paired_percent` compares each block with the unrecorded one of its round: the median over rounds and that median's
+    standard error. `noise_percent` is half the range in which the middle half of the unrecorded blocks' medians lies.
     """
     table: dict[str, Any] = {"steps": {way: sum(map(len, found)) for way, found in times.items()}}
     for name, choose in (("median", statistics.median), ("fastest", min)):
@@ -72,9 +73,17 @@ def compare(times: dict[str, list[list[float]]]) -> dict[str, Any]:
         table[f"{name}_ms"] = {way: round(value, 2) for way, value in chosen.items()}
         table[f"{name}_percent"] = {way: round(100 * (value / chosen["off"] - 1), 1) for way, value in chosen.items()}
     blocks = [statistics.median(block) for block in times["off"]]
+    table["paired_percent"] = {way: _paired(found, blocks) for way, found in times.items() if way != "off"}
     low, middle, high = statistics.quantiles(blocks, n=4) if len(blocks) > 1 else blocks * 3
     table["noise_percent"] = round(100 * (high - low) / 2 / middle, 1)
     return table
+
+
+def _paired(found: list[list[float]], unrecorded: list[float]) -> list[float]:
+    """What a way adds within a round: median and standard error, in percent."""
+    ratios = [100 * (statistics.median(block) / other - 1) for block, other in zip(found, unrecorded, strict=True)]
+    spread = statistics.stdev(ratios) if len(ratios) > 1 else 0.0
+    return [round(statistics.median(ratios), 1), round(1.25 * spread / len(ratios) ** 0.5, 1)]
 
 
 def main() -> None:

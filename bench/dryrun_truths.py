@@ -1,0 +1,369 @@
+"""How exact `memtrace dryrun` is: every job that was recorded on a real GPU, dry-run and held against torch's counters there.
+
+    python bench/dryrun_truths.py --python ENVIRONMENT/bin/python [--deepspeed FOLDER ...] [--only 'gpt2-*,oom'] [--jobs 2]
+                                  [--output TABLE.md] [--command TEMPLATE]
+
+ENVIRONMENT has the versions of the recordings (fixtures/MANIFEST.toml: torch 2.11, transformers, peft, accelerate,
+DeepSpeed). Rows of another DeepSpeed need `--deepspeed FOLDER`, made by
+`DS_BUILD_OPS=0 pip install --no-build-isolation --no-deps --target FOLDER deepspeed==VERSION`; without it they are left
+out. The jobs are fixtures/make, the command of each is the manifest's `made`; truths lie in fixtures/ and in
+$MEMTRACE_SHARED or ../shared/snapshots. What a job's script says of itself (torch's counters, marks, the text of an
+out-of-memory error) is compared: what is printed says nothing about how memtrace reads the recording.
+
+TEMPLATE is what runs a job, for another stand-in or another GPU. In it {script} is the job's script and arguments,
+{python} the environment's interpreter, {world} `--world N --rank R` where one of several real ranks is to be run alone
+and nothing elsewhere, {work} a folder of the row's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import fnmatch
+import json
+import lzma
+import os
+import pickle
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FIXTURES = ROOT / "fixtures"
+SHARED = Path(os.environ.get("MEMTRACE_SHARED") or ROOT.parent / "shared" / "snapshots")
+COMMAND = (
+    f"{shlex.quote(sys.executable)} -m memtrace dryrun --gpu H200 {{world}} --out {{work}}/recording "
+    "-- {python} {script}"
+)
+PEAKS = ("allocated", "requested", "reserved")
+
+# Recordings that only ../shared/snapshots has: name, command in fixtures/make, version of DeepSpeed.
+_GPT2 = "python scenario.py --torch-adam --name"
+SHARED_ONLY = (
+    *((f"gpt2-zero3-4ranks-rank{rank}", f"{_GPT2} gpt2-zero3-4ranks --backend gloo", "0.19.8") for rank in range(4)),
+    ("gpt2-zero3-700steps", f"{_GPT2} gpt2-zero3-700steps --seq 128 --steps 700 --max-entries 20000000", "0.19.8"),
+    ("gpt2-zero3-cpp-stacks", f"{_GPT2} gpt2-zero3-cpp-stacks --stacks all", "0.19.8"),
+    (
+        "gpt2-zero3-expandable",
+        f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {_GPT2} gpt2-zero3-expandable",
+        "0.19.8",
+    ),
+    ("llama-fsdp2-cpp-stacks", "python frameworks.py fsdp2 --name llama-fsdp2-cpp-stacks --stacks all", None),
+    ("llama-lora-cpp-stacks", "python frameworks.py lora --name llama-lora-cpp-stacks --stacks all", None),
+    ("opt13b-zero2", f"{_GPT2} opt13b-zero2 --model opt-13b --stage 2 --dtype fp16", "0.19.8"),
+)
+SLOW = ("gpt2-zero3-700steps",)  # three million events: minutes, and gigabytes of frames; only if it is named
+REAL_RANKS = re.compile(r"-(\d+)ranks-rank(\d+)$")
+
+# What an out-of-memory text says about this process. The rest is about the others on that machine.
+OOM = {
+    "asked": r"Tried to allocate ([\d.]+ \w+)",
+    "capacity": r"total capacity of ([\d.]+ \w+)",
+    "limit": r"([\d.]+ \w+) allowed",
+    "allocated": r"memory ([\d.]+ \w+) is allocated by PyTorch",
+    "unallocated": r"and ([\d.]+ \w+) is reserved by PyTorch but unallocated",
+    "process": r"this process has ([\d.]+ \w+) memory in use",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One recording: the words of its command, what its environment adds, and the DeepSpeed it ran on."""
+
+    name: str
+    script: tuple[str, ...]
+    environment: dict[str, str]
+    deepspeed: str | None
+    truth: Path
+
+
+@dataclass
+class Row:
+    """What came of a job. `wrong` is why there is no `ours`."""
+
+    job: Job
+    truth: dict[str, Any]
+    ours: dict[str, Any] = field(default_factory=dict)
+    wrong: str = ""
+    seconds: float = 0.0
+    host_bytes: int = 0
+
+
+def known_jobs() -> list[Job]:
+    """Those of the manifest and of the table above that have a truth here."""
+    manifest = tomllib.loads((FIXTURES / "MANIFEST.toml").read_text())["recording"]
+    rows = [(entry["name"], entry["made"], entry.get("deepspeed")) for entry in manifest if "made" in entry]
+    jobs = []
+    for name, made, deepspeed in (*rows, *SHARED_ONLY):
+        words = shlex.split(made)
+        start = words.index("python")
+        truth = next((p for d in (FIXTURES, SHARED) if (p := d / f"{name}.truth.json").is_file()), None)
+        if truth is not None:
+            environment = dict(word.split("=", 1) for word in words[:start])
+            jobs.append(Job(name, tuple(words[start + 1 :]), environment, deepspeed, truth))
+    return jobs
+
+
+def copy_scripts(folder: Path) -> Path:
+    """The scripts with one change: they compress their snapshot fast. The best compression takes longer than the job."""
+    target = folder / "make"
+    shutil.copytree(FIXTURES / "make", target, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (target / "recording.py", target / "jobs" / "recording.py"):
+        text, changed = re.subn(r"preset=9 \| lzma\.PRESET_EXTREME|preset=3", "preset=0", path.read_text())
+        if changed != 1:
+            raise SystemExit(f"{path.name}: the place where the snapshot is compressed is not where it was")
+        path.write_text(text)
+    return target
+
+
+def versions(python: str, folder: str = "") -> dict[str, str]:
+    """Of the packages that matter, as `python` finds them; with `folder`, as it finds them there."""
+    code = (
+        "import importlib.metadata as m, json, sys\n"
+        "names = ('torch', 'transformers', 'deepspeed', 'peft', 'accelerate')\n"
+        "found = m.distributions(**({'path': [sys.argv[1]]} if sys.argv[1] else {}))\n"
+        "print(json.dumps({d.metadata['Name'].lower(): d.version for d in found if d.metadata['Name'].lower() in names}))"
+    )
+    return dict(json.loads(subprocess.run([python, "-c", code, folder], check=True, capture_output=True).stdout))
+
+
+class Runner:
+    """Runs jobs, each in a folder of its own and in a process group that goes when its time is over."""
+
+    def __init__(
+        self, python: str, template: str, *, scripts: Path, folder: Path, deepspeeds: dict[str, str], limit_s: float
+    ) -> None:
+        self.python = python
+        self.template = template
+        self.scripts = scripts
+        self.folder = folder
+        self.deepspeeds = deepspeeds
+        self.limit_s = limit_s
+        self.lock = threading.Lock()
+
+    def words(self, job: Job, work: Path) -> list[str]:
+        """The template, filled in."""
+        script = [str(self.scripts / job.script[0]), *job.script[1:], "--out", str(work)]
+        ranks = REAL_RANKS.search(job.name)
+        world = ["--world", ranks[1], "--rank", ranks[2]] if ranks else []
+        whole = {"{script}": script, "{world}": world}
+        words = []
+        for word in shlex.split(self.template):
+            words += whole.get(word) or ([] if word in whole else [word.format(python=self.python, work=work)])
+        return words
+
+    def environment(self, job: Job, work: Path) -> dict[str, str]:
+        """Ours without allocator settings, plus the job's; one thread, so that two jobs do not fight."""
+        environment = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment.update(HF_HUB_OFFLINE="1", PYTHONDONTWRITEBYTECODE="1", PYTHONUNBUFFERED="1")
+        environment.update(TORCH_EXTENSIONS_DIR=str(work / "extensions"), **job.environment)
+        folder = self.deepspeeds.get(job.deepspeed or "")
+        if folder:
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        return environment
+
+    def run(self, job: Job) -> Row:
+        """One row."""
+        row = Row(job, json.loads(job.truth.read_text()))
+        work = self.folder / job.name
+        work.mkdir(parents=True)
+        log = work / "log.txt"
+        start = time.monotonic()
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                self.words(job, work),
+                cwd=work,
+                env=self.environment(job, work),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            while True:
+                pid, status, usage = os.wait4(child.pid, os.WNOHANG)
+                row.seconds = time.monotonic() - start
+                if pid:
+                    break
+                if row.seconds > self.limit_s:
+                    os.killpg(child.pid, signal.SIGKILL)
+                time.sleep(0.05)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        row.host_bytes = usage.ru_maxrss * 1024
+        written = work / f"{job.name}.truth.json"
+        if written.is_file():
+            row.ours = json.loads(written.read_text())
+        else:
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            late = f"longer than {self.limit_s:.0f} s: " if row.seconds > self.limit_s else ""
+            row.wrong = f"{late}exit code {child.returncode}: {lines[-1][:200] if lines else 'no output'}"
+        with self.lock:
+            print(f"{row.seconds:6.1f} s  {job.name}  {row.wrong or verdict(row)}", file=sys.stderr)
+        return row
+
+
+def peak(document: dict[str, Any], what: str) -> int:
+    """Bytes."""
+    return int(document["stats"][f"{what}_bytes.all.peak"])
+
+
+def verdict(row: Row) -> str:
+    """Which peaks differ."""
+    different = [what for what in PEAKS if peak(row.ours, what) != peak(row.truth, what)]
+    return f"differs: {', '.join(different)}" if different else "exact"
+
+
+def peak_cell(row: Row, what: str) -> str:
+    """One number if they are equal, else ours, the truth, and how far ours is off."""
+    ours, truth = peak(row.ours, what), peak(row.truth, what)
+    if ours == truth:
+        return f"{truth:,}"
+    return f"**{ours:,}** / {truth:,} ({ours - truth:+,}, {100 * (ours / truth - 1):+.3f} %)"
+
+
+def marks_cell(row: Row) -> str:
+    """How many marks have every counter equal; where not all have, how many have all but those of reserved."""
+    truth, ours = row.truth.get("marks"), row.ours.get("marks")
+    if not truth or not ours:
+        return "–"
+
+    def equal(leave: tuple[str, ...]) -> int:
+        counters = [key for key in truth[0] if key not in ("what", "name", "time_us", *leave)]
+        return sum(all(a.get(key) == b[key] for key in counters) for a, b in zip(ours, truth, strict=False))
+
+    cell = f"{equal(())} of {len(truth)}"
+    if equal(()) < len(truth):
+        cell += f" ({equal(('reserved', 'reserved_peak'))} but for reserved)"
+    return cell if len(ours) == len(truth) else f"{cell}, ours are {len(ours)}"
+
+
+def count_events(row: Row) -> int:
+    """Of the truth. The older scripts did not note it: then from the recording, which is ours to unpickle."""
+    if "events" in row.truth:
+        return int(row.truth["events"])
+    with lzma.open(row.job.truth.with_name(f"{row.job.name}.pickle.xz")) as file:
+        return sum(map(len, pickle.load(file)["device_traces"]))
+
+
+def events_cell(row: Row) -> str:
+    """One number, or two."""
+    ours, truth = int(row.ours["events"]), count_events(row)
+    return f"{truth:,}" if ours == truth else f"**{ours:,}** / {truth:,}"
+
+
+def oom_cell(row: Row) -> str:
+    """Which of the amounts in the error's text differ. What other processes held is not compared."""
+    ours, truth = row.ours.get("oom"), row.truth.get("oom")
+    if not truth or not ours:
+        return "–" if bool(truth) == bool(ours) else "**ours only**" if ours else "**truth only**"
+    different = []
+    for what, pattern in OOM.items():
+        mine, theirs = re.search(pattern, ours), re.search(pattern, truth)
+        if (mine and mine[1]) != (theirs and theirs[1]):
+            different.append(f"{what} {mine and mine[1]} / {theirs and theirs[1]}")
+    return ", ".join(different) or "equal"
+
+
+def table(rows: Iterable[Row]) -> list[str]:
+    """Markdown. Bytes; a bold number is ours, where the truth has another."""
+    head = ("job", *(f"{what} peak" for what in PEAKS), "marks equal", "events", "OOM text", "s", "host MB")
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for row in rows:
+        cells = [row.job.name]
+        if row.wrong:
+            cells += [f"failed: {row.wrong}".replace("|", "\\|"), *[""] * (len(head) - 4)]
+        else:
+            cells += [peak_cell(row, what) for what in PEAKS]
+            cells += [marks_cell(row), events_cell(row), oom_cell(row)]
+        cells += [f"{row.seconds:.1f}", f"{row.host_bytes / 1e6:,.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """How many are exact, and the worst of each peak."""
+    ran = [row for row in rows if not row.wrong]
+    lines = [f"{len(rows)} jobs, {len(rows) - len(ran)} failed. All three peaks equal to the byte: "]
+    lines[0] += f"{sum(verdict(row) == 'exact' for row in ran)} of {len(ran)}."
+    for what in PEAKS:
+        off = [(peak(row.ours, what) / peak(row.truth, what) - 1, row.job.name) for row in ran]
+        off = [(share, name) for share, name in off if share]
+        if off:
+            share, name = max(off, key=lambda pair: abs(pair[0]))
+            lines.append(f"{what.capitalize()} differs in {len(off)}, most in {name}: {100 * share:+.3f} %.")
+    return lines
+
+
+def main() -> None:
+    """Prints the table; writes it to --output after every job, so that what was done is kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", required=True, help="interpreter of the environment that the jobs run in")
+    parser.add_argument("--deepspeed", action="append", default=[], metavar="FOLDER", help="another version of it")
+    parser.add_argument("--only", default="", help="names or patterns, with commas between them")
+    parser.add_argument("--jobs", type=int, default=1, help="at the same time; each takes up to 2 GB")
+    parser.add_argument("--limit", type=float, default=600, help="seconds a job may take")
+    parser.add_argument("--output", type=Path, help="file for the table, in Markdown")
+    parser.add_argument("--keep", type=Path, help="new folder for what the jobs wrote: truth, recording, log")
+    parser.add_argument("--command", default=COMMAND, metavar="TEMPLATE", help="default: %(default)s")
+    options = parser.parse_args()
+
+    python = str(Path(options.python).absolute())
+    own = versions(python)
+    deepspeeds = {versions(python, folder)["deepspeed"]: str(Path(folder).resolve()) for folder in options.deepspeed}
+    available = {own.get("deepspeed"), *deepspeeds}
+    patterns = options.only.split(",") if options.only else []
+    chosen = [
+        job
+        for job in known_jobs()
+        if (any(fnmatch.fnmatch(job.name, pattern) for pattern in patterns) if patterns else job.name not in SLOW)
+    ]
+    if not chosen:
+        raise SystemExit("no such job")
+    jobs = [job for job in chosen if job.deepspeed is None or job.deepspeed in available]
+    left_out = [job for job in chosen if job not in jobs]
+    head = "Versions: " + ", ".join(f"{name} {version}" for name, version in sorted(own.items()))
+    head += "".join(f"; deepspeed {version} for its rows" for version in deepspeeds) + "."
+    tail = [f"Left out, no such DeepSpeed: {', '.join(job.name for job in left_out)}."] if left_out else []
+
+    if options.keep:
+        options.keep.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="memtrace-dryrun-") as name:
+        folder = options.keep.resolve() if options.keep else Path(name)
+        runner = Runner(
+            python,
+            options.command,
+            scripts=copy_scripts(folder),
+            folder=folder,
+            deepspeeds=deepspeeds,
+            limit_s=options.limit,
+        )
+        rows: dict[str, Row] = {}
+        text = ""
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            for future in concurrent.futures.as_completed([pool.submit(runner.run, job) for job in jobs]):
+                row = future.result()
+                rows[row.job.name] = row
+                done = [rows[job.name] for job in jobs if job.name in rows]
+                text = "\n".join([head, "", *table(done), "", *summary(done), *tail]) + "\n"
+                if options.output:
+                    options.output.write_text(text)
+                if not options.keep:
+                    shutil.rmtree(folder / row.job.name, ignore_errors=True)
+    print(text, end="")
+    if any(row.wrong for row in rows.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
