@@ -1,7 +1,7 @@
-"""How exact `memtrace dryrun` is: every job that was recorded on a real GPU, dry-run and held against torch's counters there.
+"""How exact `memtrace dryrun` is: what was recorded on a real GPU, dry-run, and held against torch's counters there.
 
-    python bench/dryrun_truths.py --python ENVIRONMENT/bin/python [--deepspeed FOLDER ...] [--only 'gpt2-*,oom'] [--jobs 2]
-                                  [--output TABLE.md] [--command TEMPLATE]
+    python bench/dryrun_truths.py --python ENVIRONMENT/bin/python [--deepspeed FOLDER ...] [--only 'gpt2-*,oom']
+                                  [--jobs 2] [--output TABLE.md] [--command TEMPLATE]
 
 ENVIRONMENT has the versions of the recordings (fixtures/MANIFEST.toml: torch 2.11, transformers, peft, accelerate,
 DeepSpeed). Rows of another DeepSpeed need `--deepspeed FOLDER`, made by
@@ -33,20 +33,25 @@ import sys
 import tempfile
 import threading
 import time
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = ROOT / "fixtures"
 SHARED = Path(os.environ.get("MEMTRACE_SHARED") or ROOT.parent / "shared" / "snapshots")
 COMMAND = (
-    f"{shlex.quote(sys.executable)} -m memtrace dryrun --gpu H200 {{world}} --out {{work}}/recording "
+    f"{shlex.quote(sys.executable)} -m memtrace dryrun --gpu H200 --steps 0 {{world}} --output {{work}}/recording "
     "-- {python} {script}"
 )
 PEAKS = ("allocated", "requested", "reserved")
+SMALL = 4096  # bytes: requests below come and go with what is printed and how values are looked at
 
 # Recordings that only ../shared/snapshots has: name, command in fixtures/make, version of DeepSpeed.
 _GPT2 = "python scenario.py --torch-adam --name"
@@ -65,6 +70,20 @@ SHARED_ONLY = (
 )
 SLOW = ("gpt2-zero3-700steps",)  # three million events: minutes, and gigabytes of frames; only if it is named
 REAL_RANKS = re.compile(r"-(\d+)ranks-rank(\d+)$")
+REAL_WORLDS = {"llama-ddp": ("1", "0")}  # NCCL, alone
+
+# What is changed in the copies of the scripts that run.
+EDITS = (
+    # The best compression takes longer than the job.
+    ("recording.py", "preset=9 | lzma.PRESET_EXTREME", "preset=0"),
+    ("jobs/recording.py", "preset=3", "preset=0"),
+    # "Another library" gets what a linked library would get. The vendor's runtime, opened by its path, is out of reach.
+    (
+        "torch_features.py",
+        'ctypes.CDLL(next(line.split()[-1] for line in mapped if "libcudart" in line))',
+        "ctypes.CDLL(None)",
+    ),
+)
 
 # What an out-of-memory text says about this process. The rest is about the others on that machine.
 OOM = {
@@ -79,23 +98,40 @@ OOM = {
 
 @dataclass(frozen=True)
 class Job:
-    """One recording: the words of its command, what its environment adds, and the DeepSpeed it ran on."""
+    """One recording: the words of its command, what its environment adds, and the DeepSpeed it ran on.
+
+    `complete` is whether its trace begins at the beginning and lost nothing.
+    """
 
     name: str
     script: tuple[str, ...]
     environment: dict[str, str]
     deepspeed: str | None
+    complete: bool
     truth: Path
+
+    @property
+    def world(self) -> tuple[str, ...]:
+        """For a script that joins a group of real processes, where memtrace has to stand in for the others."""
+        found = REAL_RANKS.search(self.name)
+        world, rank = found.groups() if found else REAL_WORLDS.get(self.name, ("", ""))
+        return ("--world", world, "--rank", rank) if world else ()
 
 
 @dataclass
 class Row:
-    """What came of a job. `wrong` is why there is no `ours`."""
+    """What came of a job. `wrong` is why there is no `ours`; `events` are the truth's.
+
+    `first` counts the requests that are the same, from the first; `difference` says what came then, "" if all are.
+    """
 
     job: Job
     truth: dict[str, Any]
     ours: dict[str, Any] = field(default_factory=dict)
     wrong: str = ""
+    events: int = 0
+    first: int = 0
+    difference: str | None = None
     seconds: float = 0.0
     host_bytes: int = 0
 
@@ -103,27 +139,27 @@ class Row:
 def known_jobs() -> list[Job]:
     """Those of the manifest and of the table above that have a truth here."""
     manifest = tomllib.loads((FIXTURES / "MANIFEST.toml").read_text())["recording"]
-    rows = [(entry["name"], entry["made"], entry.get("deepspeed")) for entry in manifest if "made" in entry]
+    rows = [(e["name"], e["made"], e.get("deepspeed"), e["complete"]) for e in manifest if "made" in e]
     jobs = []
-    for name, made, deepspeed in (*rows, *SHARED_ONLY):
+    for name, made, deepspeed, complete in (*rows, *((*row, True) for row in SHARED_ONLY)):
         words = shlex.split(made)
         start = words.index("python")
         truth = next((p for d in (FIXTURES, SHARED) if (p := d / f"{name}.truth.json").is_file()), None)
         if truth is not None:
             environment = dict(word.split("=", 1) for word in words[:start])
-            jobs.append(Job(name, tuple(words[start + 1 :]), environment, deepspeed, truth))
+            jobs.append(Job(name, tuple(words[start + 1 :]), environment, deepspeed, complete, truth))
     return jobs
 
 
 def copy_scripts(folder: Path) -> Path:
-    """The scripts with one change: they compress their snapshot fast. The best compression takes longer than the job."""
+    """The scripts with the changes of EDITS."""
     target = folder / "make"
     shutil.copytree(FIXTURES / "make", target, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (target / "recording.py", target / "jobs" / "recording.py"):
-        text, changed = re.subn(r"preset=9 \| lzma\.PRESET_EXTREME|preset=3", "preset=0", path.read_text())
-        if changed != 1:
-            raise SystemExit(f"{path.name}: the place where the snapshot is compressed is not where it was")
-        path.write_text(text)
+    for name, old, new in EDITS:
+        text = (target / name).read_text()
+        if text.count(old) != 1:
+            raise SystemExit(f"{name}: there is no {old!r} to change")
+        (target / name).write_text(text.replace(old, new))
     return target
 
 
@@ -133,7 +169,8 @@ def versions(python: str, folder: str = "") -> dict[str, str]:
         "import importlib.metadata as m, json, sys\n"
         "names = ('torch', 'transformers', 'deepspeed', 'peft', 'accelerate')\n"
         "found = m.distributions(**({'path': [sys.argv[1]]} if sys.argv[1] else {}))\n"
-        "print(json.dumps({d.metadata['Name'].lower(): d.version for d in found if d.metadata['Name'].lower() in names}))"
+        "found = {d.metadata['Name'].lower(): d.version for d in found}\n"
+        "print(json.dumps({name: found[name] for name in names if name in found}))"
     )
     return dict(json.loads(subprocess.run([python, "-c", code, folder], check=True, capture_output=True).stdout))
 
@@ -155,13 +192,10 @@ class Runner:
     def words(self, job: Job, work: Path) -> list[str]:
         """The template, filled in."""
         script = [str(self.scripts / job.script[0]), *job.script[1:], "--out", str(work)]
-        ranks = REAL_RANKS.search(job.name)
-        world = ["--world", ranks[1], "--rank", ranks[2]] if ranks else []
-        whole = {"{script}": script, "{world}": world}
-        words = []
-        for word in shlex.split(self.template):
-            words += whole.get(word) or ([] if word in whole else [word.format(python=self.python, work=work)])
-        return words
+        several = {"{script}": script, "{world}": [*job.world]}
+        words = shlex.split(self.template)
+        filled = [several[w] if w in several else [w.format(python=self.python, work=work)] for w in words]
+        return [word for some in filled for word in some]
 
     def environment(self, job: Job, work: Path) -> dict[str, str]:
         """Ours without allocator settings, plus the job's; one thread, so that two jobs do not fight."""
@@ -204,13 +238,51 @@ class Runner:
         written = work / f"{job.name}.truth.json"
         if written.is_file():
             row.ours = json.loads(written.read_text())
+            compare_events(row, work / f"{job.name}.pickle.xz")
         else:
             lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            lines = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)] or lines
             late = f"longer than {self.limit_s:.0f} s: " if row.seconds > self.limit_s else ""
             row.wrong = f"{late}exit code {child.returncode}: {lines[-1][:200] if lines else 'no output'}"
         with self.lock:
             print(f"{row.seconds:6.1f} s  {job.name}  {row.wrong or verdict(row)}", file=sys.stderr)
+            if row.difference:
+                print(f"{'':10}requests differ from number {row.first:,} on: {row.difference}", file=sys.stderr)
         return row
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Of all devices. Unpickled: the recordings are the repository's own, and what a job wrote just now."""
+    with lzma.open(path) as file:
+        return [event for trace in pickle.load(file)["device_traces"] for event in trace]
+
+
+def requests(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the program asked of the allocator, in order, but for the small ones. Addresses have no say in it."""
+    return [e for e in events if e["action"] in ("alloc", "free_requested") and e["size"] >= SMALL]
+
+
+def describe(events: Sequence[dict[str, Any]], index: int) -> str:
+    """One request, and the three innermost functions of its stack."""
+    if index >= len(events):
+        return "the end"
+    names = [frame["name"] for frame in events[index].get("frames", ())[:3]]
+    return f"{events[index]['action']} {events[index]['size']:,} in {' < '.join(names) or 'no Python frame'}"
+
+
+def compare_events(row: Row, written: Path) -> None:
+    """Fills in what the row says of events and requests."""
+    truth = read_events(row.job.truth.with_name(f"{row.job.name}.pickle.xz"))
+    row.events = len(truth)
+    if not row.job.complete:
+        return
+    ours, truth = requests(read_events(written)), requests(truth)
+    pairs = zip(ours, truth, strict=False)
+    equal = min(len(ours), len(truth))
+    keys = ("action", "size")
+    row.first = next((i for i, pair in enumerate(pairs) if any(pair[0][k] != pair[1][k] for k in keys)), equal)
+    same = row.first == len(ours) == len(truth)
+    row.difference = "" if same else f"{describe(ours, row.first)} / {describe(truth, row.first)}"
 
 
 def peak(document: dict[str, Any], what: str) -> int:
@@ -221,7 +293,8 @@ def peak(document: dict[str, Any], what: str) -> int:
 def verdict(row: Row) -> str:
     """Which peaks differ."""
     different = [what for what in PEAKS if peak(row.ours, what) != peak(row.truth, what)]
-    return f"differs: {', '.join(different)}" if different else "exact"
+    why = " (same requests, other addresses)" if row.difference == "" else ""
+    return f"differs: {', '.join(different)}{why}" if different else "exact"
 
 
 def peak_cell(row: Row, what: str) -> str:
@@ -236,7 +309,7 @@ def marks_cell(row: Row) -> str:
     """How many marks have every counter equal; where not all have, how many have all but those of reserved."""
     truth, ours = row.truth.get("marks"), row.ours.get("marks")
     if not truth or not ours:
-        return "–"
+        return "-"
 
     def equal(leave: tuple[str, ...]) -> int:
         counters = [key for key in truth[0] if key not in ("what", "name", "time_us", *leave)]
@@ -248,25 +321,24 @@ def marks_cell(row: Row) -> str:
     return cell if len(ours) == len(truth) else f"{cell}, ours are {len(ours)}"
 
 
-def count_events(row: Row) -> int:
-    """Of the truth. The older scripts did not note it: then from the recording, which is ours to unpickle."""
-    if "events" in row.truth:
-        return int(row.truth["events"])
-    with lzma.open(row.job.truth.with_name(f"{row.job.name}.pickle.xz")) as file:
-        return sum(map(len, pickle.load(file)["device_traces"]))
-
-
 def events_cell(row: Row) -> str:
     """One number, or two."""
-    ours, truth = int(row.ours["events"]), count_events(row)
+    ours, truth = int(row.ours["events"]), row.events
     return f"{truth:,}" if ours == truth else f"**{ours:,}** / {truth:,}"
+
+
+def requests_cell(row: Row) -> str:
+    """Whether the program asked for the same; if so, a peak that differs is a matter of addresses."""
+    if row.difference is None:
+        return "-"
+    return f"first {row.first:,}" if row.difference else "same"
 
 
 def oom_cell(row: Row) -> str:
     """Which of the amounts in the error's text differ. What other processes held is not compared."""
     ours, truth = row.ours.get("oom"), row.truth.get("oom")
     if not truth or not ours:
-        return "–" if bool(truth) == bool(ours) else "**ours only**" if ours else "**truth only**"
+        return "-" if bool(truth) == bool(ours) else "**ours only**" if ours else "**truth only**"
     different = []
     for what, pattern in OOM.items():
         mine, theirs = re.search(pattern, ours), re.search(pattern, truth)
@@ -277,7 +349,7 @@ def oom_cell(row: Row) -> str:
 
 def table(rows: Iterable[Row]) -> list[str]:
     """Markdown. Bytes; a bold number is ours, where the truth has another."""
-    head = ("job", *(f"{what} peak" for what in PEAKS), "marks equal", "events", "OOM text", "s", "host MB")
+    head = ("job", *(f"{what} peak" for what in PEAKS), "marks equal", "events", "requests", "OOM text", "s", "host MB")
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         cells = [row.job.name]
@@ -285,7 +357,7 @@ def table(rows: Iterable[Row]) -> list[str]:
             cells += [f"failed: {row.wrong}".replace("|", "\\|"), *[""] * (len(head) - 4)]
         else:
             cells += [peak_cell(row, what) for what in PEAKS]
-            cells += [marks_cell(row), events_cell(row), oom_cell(row)]
+            cells += [marks_cell(row), events_cell(row), requests_cell(row), oom_cell(row)]
         cells += [f"{row.seconds:.1f}", f"{row.host_bytes / 1e6:,.0f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -296,6 +368,9 @@ def summary(rows: Sequence[Row]) -> list[str]:
     ran = [row for row in rows if not row.wrong]
     lines = [f"{len(rows)} jobs, {len(rows) - len(ran)} failed. All three peaks equal to the byte: "]
     lines[0] += f"{sum(verdict(row) == 'exact' for row in ran)} of {len(ran)}."
+    moved = [row.job.name for row in ran if row.difference == "" and verdict(row) != "exact"]
+    if moved:
+        lines.append(f"The same requests at other addresses, hence another peak: {', '.join(moved)}.")
     for what in PEAKS:
         off = [(peak(row.ours, what) / peak(row.truth, what) - 1, row.job.name) for row in ran]
         off = [(share, name) for share, name in off if share]

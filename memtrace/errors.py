@@ -14,6 +14,7 @@
     ├── NoRecordingError (exit 4) no-recording
     ├── QuestionError (exit 2): the snapshot is fine, the question does not fit it
     ├── RulesError (exit 2)       bad-rules
+    ├── DryRunError (exit 2)      dryrun
     └── MissingExtraError (exit 5) missing-extra
 
 Only `memtrace.cli.diagnostics` prints them. Texts may quote the file: they are escaped there.
@@ -136,6 +137,13 @@ class RulesError(MemtraceError):
     """A file of the user's own rules says something that is no rule. The message begins with file and line."""
 
     code = "bad-rules"
+    exit_code = 2
+
+
+class DryRunError(MemtraceError):
+    """A dry run cannot be made of this: the command, the GPU or the machine does not allow it."""
+
+    code = "dryrun"
     exit_code = 2
 
 

@@ -14,6 +14,7 @@ from memtrace._version import __version__
 
 COMMANDS = {
     "blame": "Who owns the bytes at the peak, or at any moment.",
+    "dryrun": "Run a training job without a GPU: does it fit, and what holds its memory.",
     "info": "One page about a snapshot.",
     "ls": "The recordings there are.",
     "path": "Where the newest recording is, for scripts.",
@@ -59,6 +60,7 @@ class _LazyGroup(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Examples:\n"
     "  memtrace record -- deepspeed train.py      run a job and record it\n"
+    "  memtrace dryrun -- deepspeed train.py      run it without a GPU: does it fit\n"
     "  memtrace blame --peak snapshot.pickle      who owns the peak\n"
     "  memtrace blame --at oom --by stack x.pickle\n"
     "  memtrace info x.pickle.xz                  what is in this file\n"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 
 
-def _size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
+def size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
     """Bytes, from `8GiB` or a number."""
     if value is None:
         return None
@@ -92,7 +92,7 @@ def common(command: Command) -> Command:
         click.option(
             "--max-size",
             metavar="SIZE",
-            callback=_size,
+            callback=size,
             help="Refuse input that unpacks to more than this (default 8GiB).",
         ),
         click.option(

@@ -59,7 +59,7 @@ def _span(_context: click.Context, _parameter: click.Parameter, value: str | Non
     return first, last
 
 
-def _seconds(_context: click.Context, _parameter: click.Parameter, value: str | None) -> float | None:
+def seconds(_context: click.Context, _parameter: click.Parameter, value: str | None) -> float | None:
     """`90`, `90s`, `5m`, `1h`."""
     if value is None:
         return None
@@ -134,7 +134,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--every", type=step, default=0, metavar="N", help="Also dump after every N steps."),
         click.option("--steps", callback=_span, metavar="A:B", help="Record steps A to B only, and dump after B."),
         click.option("--skip-first", type=step, default=0, metavar="N", help="Begin after the first N steps."),
-        click.option("--duration", callback=_seconds, metavar="TIME", help="Stop recording after 90s, 5m or 1h."),
+        click.option("--duration", callback=seconds, metavar="TIME", help="Stop recording after 90s, 5m or 1h."),
         click.option(
             "--ranks",
             callback=_which_ranks,
@@ -145,7 +145,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--grace",
-            callback=_seconds,
+            callback=seconds,
             default="20",
             show_default=True,
             metavar="TIME",
@@ -197,13 +197,13 @@ def command(command: tuple[str, ...], **options: Any) -> int:
     _check_world(options["simulate_world"], options["rank"])
     quiet: bool = options["quiet"]
     settings: Settings | None = None
-    with _cannot_fail("the job runs unrecorded"):
+    with cannot_fail("the job runs unrecorded"):
         settings = _prepare(command, options)
     outcome = _run(command, settings)
     if settings is not None:
-        with _cannot_fail("the recording is as the ranks left it"):
+        with cannot_fail("the recording is as the ranks left it"):
             _finish(settings, command, outcome, quiet=quiet)
-    return _exit_as(outcome)
+    return exit_as(outcome)
 
 
 def _check_world(world: int | None, rank: int | None) -> None:
@@ -224,7 +224,7 @@ def _prepare(command: Sequence[str], options: dict[str, Any]) -> Settings | None
     if place.directory is None:
         return None
     settings = _settings(place.directory, name, options)
-    layout.write_meta(place.directory, _meta(settings, command, None))
+    layout.write_meta(place.directory, meta(settings, command, None))
     if not options["quiet"]:
         diagnostics.note(f"recording to {paths.shown(place.directory)}: {_cost(settings)}")
         if settings.world:
@@ -265,7 +265,8 @@ def _cost(settings: Settings) -> str:
     )
 
 
-def _meta(settings: Settings, command: Sequence[str], outcome: Outcome | None) -> dict[str, Any]:
+def meta(settings: Settings, command: Sequence[str], outcome: Outcome | None) -> dict[str, Any]:
+    """What `meta.json` says of a run: before it (`outcome` None) and after it."""
     import time
 
     from memtrace.record import layout
@@ -303,13 +304,13 @@ def _finish(settings: Settings, command: Sequence[str], outcome: Outcome, *, qui
     layout.tidy(directory)
     for problem in layout.pack(directory):
         diagnostics.note(problem)
-    layout.write_meta(directory, _meta(settings, command, outcome))
+    layout.write_meta(directory, meta(settings, command, outcome))
     if layout.reported(directory):
         layout.remember(directory)
     record_text.report(directory, with_moments=is_quick, quiet=quiet)
 
 
-def _exit_as(outcome: Outcome) -> int:
+def exit_as(outcome: Outcome) -> int:
     """The job's exit code; if a signal ended it, the same one ends us."""
     if outcome.signal is None:
         return outcome.code
@@ -323,7 +324,7 @@ def _exit_as(outcome: Outcome) -> int:
 
 
 @contextlib.contextmanager
-def _cannot_fail(otherwise: str) -> Iterator[None]:
+def cannot_fail(otherwise: str) -> Iterator[None]:
     """Whatever goes wrong in our part, the job and its exit code are not concerned."""
     try:
         yield

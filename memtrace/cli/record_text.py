@@ -105,7 +105,8 @@ def _headline(directory: Path, recorded: Sequence[Rank]) -> str:
     is_complete = all(one.sidecar.get("complete") is True for one in recorded)
     size = format_bytes(layout.size_of(directory))
     state = "complete" if is_complete else "not from the first allocation on"
-    return f"{plural(len(recorded), 'rank')} recorded in {paths.shown(directory)} ({size}, {state})"
+    how = "dry-run, no GPU used," if any(one.sidecar.get("dryrun") for one in recorded) else "recorded"
+    return f"{plural(len(recorded), 'rank')} {how} in {paths.shown(directory)} ({size}, {state})"
 
 
 def _table(recorded: Sequence[Rank], moments: dict[int, Moment]) -> None:

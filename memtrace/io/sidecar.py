@@ -163,8 +163,20 @@ def _sidecar(path: Path, content: dict[str, Any]) -> Sidecar:
         phases=phases,
         roles=roles,
         gathers=gathers,
-        notices=(Notice("sidecar-entries", wrong),) if bad else (),
+        notices=(*((Notice("sidecar-entries", wrong),) if bad else ()), *_dry_run(_dict(content.get("dryrun")))),
     )
+
+
+def _dry_run(row: dict[str, Any]) -> tuple[Notice, ...]:
+    """What has to be said of a recording that was made without a GPU, wherever it is shown."""
+    if not row:
+        return ()
+    gpu = row.get("gpu")
+    name = gpu if isinstance(gpu, str) and len(gpu) <= _LONGEST_NAME else "an unknown GPU"
+    assumed = row.get("assumptions")
+    count = len(assumed) if isinstance(assumed, list) else 0
+    said = f", with {count} kinds of assumptions (in the sidecar)" if count else ""
+    return (Notice("dry-run", f"a dry run as on {name}: recorded without a GPU{said}"),)
 
 
 def _dict(value: object) -> dict[str, Any]:

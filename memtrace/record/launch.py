@@ -51,9 +51,14 @@ class Outcome:
     ended_us: int
 
 
-def run(command: Sequence[str], settings: Settings | None) -> Outcome:
-    """Runs the command to its end, recorded unless `settings` is None. Raises CommandError if it cannot be started."""
-    environ = dict(os.environ) if settings is None else environment(settings, os.environ, command)
+def run(command: Sequence[str], settings: Settings | None, environ: Mapping[str, str] | None = None) -> Outcome:
+    """Runs the command to its end, recorded unless `settings` is None. `environ`: the job's (default: this process's).
+
+    Raises CommandError if it cannot be started.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    if settings is not None:
+        environ = environment(settings, environ, command)
     started_us = _now_us()
     with _held_signals() as held:
         if held is None:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from memtrace import paths
@@ -80,10 +81,13 @@ def clean_name(name: str) -> str:
     return _NOT_IN_NAMES.sub("-", name)[:_LONGEST_NAME].strip("-.") or "job"
 
 
-def make(name: str, output: Path | None = None) -> Place:
-    """A new directory with the bootstrap in it: `output` itself, else one in the usual place, else where one can be."""
+def make(name: str, output: Path | None = None, parts: Mapping[str, Path] = MappingProxyType({})) -> Place:
+    """A new directory with the bootstrap in it: `output` itself, else one in the usual place, else where one can be.
+
+    `parts`: folders of modules that become sub-packages of the one that runs in each rank.
+    """
     notes = []
-    for where, new in _choices(name, output):
+    for where, new in _choices(name, output, parts):
         try:
             directory = new()
         except (OSError, RuntimeError) as error:
@@ -163,16 +167,16 @@ def discard(directory: Path) -> None:
             shutil.rmtree(directory.parent)
 
 
-def _choices(name: str, output: Path | None) -> Iterator[tuple[str, Callable[[], Path]]]:
+def _choices(name: str, output: Path | None, parts: Mapping[str, Path]) -> Iterator[tuple[str, Callable[[], Path]]]:
     """Places and the ways to a new directory there, the one asked for first. Only the call writes anything."""
     dated = f"{time.strftime('%Y%m%d-%H%M')}-{name}"
     named = os.environ.get(paths.RECORDINGS_VARIABLE) or paths.RECORDINGS_NAME
     if output is not None:
-        yield str(output), lambda: _new(_expanded(output), may_exist=True)
+        yield str(output), lambda: _new(_expanded(output), parts, may_exist=True)
     else:
-        yield named, lambda: _new(_root(_expanded(Path(named))) / dated)
-    yield "your state directory", lambda: _new(paths.recent_index().parent / "recordings" / dated)
-    yield "the temporary directory", lambda: _filled(Path(tempfile.mkdtemp(prefix="memtrace-")))
+        yield named, lambda: _new(_root(_expanded(Path(named))) / dated, parts)
+    yield "your state directory", lambda: _new(paths.recent_index().parent / "recordings" / dated, parts)
+    yield "the temporary directory", lambda: _filled(Path(tempfile.mkdtemp(prefix="memtrace-")), parts)
 
 
 def _root(folder: Path) -> Path:
@@ -210,7 +214,7 @@ def _expanded(path: Path) -> Path:
     return path.expanduser().absolute()
 
 
-def _new(wanted: Path, *, may_exist: bool = False) -> Path:
+def _new(wanted: Path, parts: Mapping[str, Path], *, may_exist: bool = False) -> Path:
     """Makes `wanted`, or `wanted-2` and so on, and fills it. `may_exist`: without a recording in it, it is the one."""
     if os.pathsep in str(wanted):
         raise OSError(errno.EINVAL, f"a path with {os.pathsep!r} cannot stand in PYTHONPATH", str(wanted))
@@ -218,23 +222,25 @@ def _new(wanted: Path, *, may_exist: bool = False) -> Path:
     for number in range(1, _MOST_WITH_ONE_NAME):
         directory = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         if may_exist and directory.is_dir() and not (directory / META).exists() and not reported(directory):
-            return _filled(directory)
+            return _filled(directory, parts)
         try:
             directory.mkdir()
         except FileExistsError:
             continue
-        return _filled(directory)
+        return _filled(directory, parts)
     raise OSError(errno.EEXIST, "too many recordings of this name", str(wanted))
 
 
-def _filled(directory: Path) -> Path:
+def _filled(directory: Path, parts: Mapping[str, Path]) -> Path:
     """Copies the bootstrap; leaves nothing behind if that fails."""
     try:
         target = directory / BOOTSTRAP / PACKAGE
         target.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(_HERE / "sitecustomize.py", directory / BOOTSTRAP / "sitecustomize.py")
-        for source in (_HERE / "inside").glob("*.py"):
-            shutil.copyfile(source, target / source.name)
+        for folder, modules in ((target, _HERE / "inside"), *((target / part, path) for part, path in parts.items())):
+            folder.mkdir(exist_ok=True)
+            for source in modules.glob("*.py"):
+                shutil.copyfile(source, folder / source.name)
         write_meta(directory, {})
     except OSError:
         discard(directory)

@@ -31,6 +31,7 @@ EVERYTHING = Settings(
     world=8,
     rank=3,
     name="train",
+    dryrun="{}",
 )
 
 

@@ -39,7 +39,8 @@ class Token:
 class PhaseLog:
     """The phases of one process. Marks come from the thread that trains; those of other threads are not taken.
 
-    `on_step` is called with the number of each step whose optimizer has run, on the thread that trains.
+    `on_step` is called with the number of each step whose optimizer has run, on the thread that trains; `on_next`, if
+    it is set, with the number of each further step when it begins.
     """
 
     def __init__(self, on_step: Optional[Callable[[int], None]] = None) -> None:
@@ -47,6 +48,7 @@ class PhaseLog:
         self.dropped = 0
         self.step = 0
         self.on_step = on_step
+        self.on_next: Optional[Callable[[int], None]] = None
         self._stepped = False
         self._open: List[Token] = []
         self._thread: Optional[int] = None
@@ -87,6 +89,8 @@ class PhaseLog:
             self._stepped = False
             for one in self._open:  # a closure: the optimizer's step that calls it is of the same round
                 one.step = self.step if one.phase == "step" else one.step
+            if self.on_next is not None:
+                self.on_next(self.step)
         inside = phase in ("forward", "backward", "step")
         token = Token(phase, self.step if inside or self._open else None, source, owner)
         self._open.append(token)

@@ -21,6 +21,7 @@ class Settings(NamedTuple):
     """The options of `memtrace record`. `directory` is absolute, `_s` are seconds, steps count from 0.
 
     `steps` are the first and the last step to record; `world` 0: the real one, else a simulated one with this `rank`.
+    `dryrun`: the options of a run without a GPU, as memtrace.dryrun encodes them; empty: a real one.
     """
 
     directory: str
@@ -41,6 +42,7 @@ class Settings(NamedTuple):
     world: int = 0
     rank: int = 0
     name: str = ""
+    dryrun: str = ""
 
 
 def encode(settings: Settings) -> str:
@@ -133,4 +135,5 @@ _FORMS: Dict[str, Callable[[Any], bool]] = {
     "world": _is_count,
     "rank": _is_count,
     "name": _is_text,
+    "dryrun": _is_text,
 }

@@ -58,6 +58,7 @@ def describe(recorder: Any, reason: str, taken: Dict[str, Any]) -> Dict[str, Any
     }
     document.update(_deepspeed(recorder))
     document["roles"] = _part(lambda: _roles(recorder)) or []
+    document["dryrun"] = None if recorder.dryrun is None else _part(recorder.dryrun.describe)
     document["argv"] = list(getattr(sys, "argv", [])) if settings.plain_paths else None
     document["notes"] = list(notes.NOTES)
     return document

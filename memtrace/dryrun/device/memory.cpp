@@ -1,0 +1,300 @@
+// Device memory: where the driver puts it, how much there is, whose an address is.
+//
+// The rules were measured on an H200 (docs: how dry runs work). Memory is taken from the process's own address space
+// in slabs of multiples of 32 MiB; slabs are searched newest first; a request goes to the low end of the smallest hole
+// that fits; an empty slab is given back at once. The kernel's own choice of addresses does the rest. The pages are
+// ordinary memory that is hardly ever touched, so they cost nothing.
+#include "standin.h"
+
+#include "facts.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <list>
+#include <map>
+
+namespace standin {
+namespace {
+
+constexpr size_t kUnit = 2 * kMiB;
+constexpr size_t kSlab = 32 * kMiB;
+
+// When torch first allocates, the driver holds 8 MiB of one slab, and below it, with a gap between, 414 of 416.
+constexpr size_t kOlderInUse = 8 * kMiB;
+constexpr size_t kGap = 64 * kMiB;
+constexpr size_t kNewerInUse = 414 * kMiB;
+
+using Spans = std::map<size_t, size_t>;  // offset to length
+
+struct Slab {
+  char* base;
+  size_t size;
+  Spans holes;
+  Spans used;
+};
+
+struct Device {
+  std::list<Slab> slabs;  // newest first
+  size_t used = 0;
+  size_t libraries = 0;
+  unsigned loaded = 0;
+  bool entered = false;
+};
+
+struct Range {
+  size_t size;
+  int device;                     // -1: a reservation of the virtual memory API
+  std::list<Slab>::iterator slab;  // only where there is a device
+};
+
+Device& device_state(int device) {
+  static auto* const all = new Device[kMaxDevices];
+  return all[device];
+}
+
+std::map<const char*, Range>& ranges() {
+  static auto& all = *new std::map<const char*, Range>;
+  return all;
+}
+
+const std::pair<const char* const, Range>* range_of(const void* pointer) {
+  const char* at = static_cast<const char*>(pointer);
+  auto after = ranges().upper_bound(at);
+  if (after == ranges().begin()) return nullptr;
+  const auto& found = *std::prev(after);
+  return at < found.first + found.second.size ? &found : nullptr;
+}
+
+size_t rounded_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+Spans::iterator smallest_hole(Slab& slab, size_t bytes) {
+  auto best = slab.holes.end();
+  for (auto hole = slab.holes.begin(); hole != slab.holes.end(); ++hole) {
+    if (hole->second >= bytes && (best == slab.holes.end() || hole->second < best->second)) best = hole;
+  }
+  return best;
+}
+
+char* take_from(Slab& slab, Spans::iterator hole, size_t bytes) {
+  const auto [offset, length] = *hole;
+  slab.holes.erase(hole);
+  if (length > bytes) slab.holes[offset + bytes] = length - bytes;
+  slab.used[offset] = bytes;
+  return slab.base + offset;
+}
+
+char* place(int device, size_t bytes) {
+  auto& slabs = device_state(device).slabs;
+  for (Slab& slab : slabs) {
+    auto hole = smallest_hole(slab, bytes);
+    if (hole != slab.holes.end()) return take_from(slab, hole, bytes);
+  }
+  const size_t size = rounded_up(bytes, kSlab);
+  char* base = reserve_addresses(size, kSlab, true);
+  if (!base) {
+    note("this machine's own limits on address space (ulimit -v, overcommit) ended a device allocation");
+    return nullptr;
+  }
+  slabs.push_front({base, size, {{0, size}}, {}});
+  ranges()[base] = {size, device, slabs.begin()};
+  return take_from(slabs.front(), slabs.front().holes.begin(), bytes);
+}
+
+void join_hole(Slab& slab, size_t offset, size_t length) {
+  auto hole = slab.holes.emplace(offset, length).first;
+  auto after = std::next(hole);
+  if (after != slab.holes.end() && offset + length == after->first) {
+    hole->second += after->second;
+    slab.holes.erase(after);
+  }
+  if (hole == slab.holes.begin()) return;
+  auto before = std::prev(hole);
+  if (before->first + before->second == offset) {
+    before->second += hole->second;
+    slab.holes.erase(hole);
+  }
+}
+
+thread_local int selected = 0;
+
+}  // namespace
+
+// --- addresses
+
+char* reserve_addresses(size_t bytes, size_t alignment, bool accessible) {
+  // This is how the driver asks: with room to align, and the unaligned rest given back.
+  const size_t asked = bytes + alignment - kPage;
+  void* mapped = mmap(nullptr, asked, accessible ? PROT_READ | PROT_WRITE : PROT_NONE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  char* start = static_cast<char*>(mapped);
+  char* end = start + asked;
+  auto number = reinterpret_cast<uintptr_t>(start);
+  char* base = start + (rounded_up(number, alignment) - number);
+  if (base > start) munmap(start, base - start);
+  if (end > base + bytes) munmap(base + bytes, end - base - bytes);
+  madvise(base, bytes, MADV_NOHUGEPAGE);  // one written byte shall cost a page, not 2 MiB
+  return base;
+}
+
+void add_range(char* base, size_t bytes) {
+  Guard guard(mutex());
+  ranges()[base] = {bytes, -1, {}};
+}
+
+void drop_range(char* base) {
+  Guard guard(mutex());
+  ranges().erase(base);
+}
+
+bool is_device_memory(const void* pointer) {
+  Guard guard(mutex());
+  return range_of(pointer) != nullptr;
+}
+
+int device_of(const void* pointer) {
+  Guard guard(mutex());
+  const auto* found = range_of(pointer);
+  if (found && found->second.device >= 0) return found->second.device;
+  return std::max(0, mapped_device(pointer));
+}
+
+bool allocation_of(const void* pointer, void** base, size_t* bytes) {
+  Guard guard(mutex());
+  const auto* found = range_of(pointer);
+  if (!found) return false;
+  if (found->second.device < 0) {
+    *base = const_cast<char*>(found->first);
+    *bytes = found->second.size;
+    return true;
+  }
+  const Slab& slab = *found->second.slab;
+  const size_t offset = static_cast<const char*>(pointer) - slab.base;
+  auto after = slab.used.upper_bound(offset);
+  if (after == slab.used.begin()) return false;
+  const auto& [start, length] = *std::prev(after);
+  if (offset >= start + length) return false;
+  *base = slab.base + start;
+  *bytes = length;
+  return true;
+}
+
+// --- devices and how much they hold
+
+int current_device() { return selected; }
+
+bool is_ordinal(int device) { return device >= 0 && device < gpu_count(); }
+
+void select_device(int device) {
+  selected = device;
+  enter(device);
+}
+
+bool is_entered(int device) {
+  Guard guard(mutex());
+  return device_state(device).entered;
+}
+
+void enter(int device) {
+  Guard guard(mutex());
+  Device& state = device_state(device);
+  if (state.entered) return;
+  state.entered = true;
+  place(device, kOlderInUse);
+  reserve_addresses(kGap, kSlab, false);
+  const size_t size = rounded_up(kNewerInUse, kSlab);
+  char* base = reserve_addresses(size, kSlab, true);
+  if (!base) return;
+  state.slabs.push_front({base, size, {{0, size}}, {}});
+  ranges()[base] = {size, device, state.slabs.begin()};
+  take_from(state.slabs.front(), state.slabs.front().holes.begin(), kNewerInUse);
+}
+
+size_t outside_bytes(int device) {
+  Guard guard(mutex());
+  return context_bytes() + device_state(device).libraries;
+}
+
+size_t used_bytes(int device) {
+  Guard guard(mutex());
+  return device_state(device).used;
+}
+
+size_t free_bytes(int device) {
+  Guard guard(mutex());
+  const size_t taken = used_bytes(device) + outside_bytes(device);
+  return taken < total_bytes() ? total_bytes() - taken : 0;
+}
+
+bool claim(int device, size_t bytes) {
+  Guard guard(mutex());
+  enter(device);
+  if (bytes > free_bytes(device)) return false;
+  device_state(device).used += bytes;
+  return true;
+}
+
+void unclaim(int device, size_t bytes) {
+  Guard guard(mutex());
+  device_state(device).used -= bytes;
+}
+
+void library_loaded(Library which) {
+  Guard guard(mutex());
+  Device& state = device_state(current_device());
+  const unsigned bit = 1u << static_cast<int>(which);
+  if (state.loaded & bit) return;
+  state.loaded |= bit;
+  switch (which) {
+    case Library::blas: state.libraries += blas_bytes(); break;
+    case Library::dnn: state.libraries += dnn_bytes(); break;
+    case Library::attention_kernels: state.libraries += attention_bytes(); break;
+  }
+}
+
+Outcome allocate(int device, size_t bytes, void** result) {
+  Guard guard(mutex());
+  enter(device);
+  *result = nullptr;
+  if (bytes == 0) return Outcome::ok;
+  if (bytes > free_bytes(device)) return Outcome::out_of_memory;  // before it is rounded: that could overflow
+  bytes = rounded_up(bytes, kUnit);
+  if (bytes > free_bytes(device)) return Outcome::out_of_memory;
+  *result = place(device, bytes);
+  if (!*result) return Outcome::out_of_memory;
+  device_state(device).used += bytes;
+  return Outcome::ok;
+}
+
+Outcome release(void* pointer) {
+  Guard guard(mutex());
+  if (!pointer) return Outcome::ok;
+  const auto* found = range_of(pointer);
+  if (!found || found->second.device < 0) {
+    note("free of an unknown pointer");
+    return Outcome::invalid;
+  }
+  const int device = found->second.device;
+  auto slab = found->second.slab;
+  const size_t offset = static_cast<char*>(pointer) - slab->base;
+  auto use = slab->used.find(offset);
+  if (use == slab->used.end()) {
+    note("free of an unknown pointer");
+    return Outcome::invalid;
+  }
+  const size_t bytes = use->second;
+  slab->used.erase(use);
+  device_state(device).used -= bytes;
+  if (slab->used.empty()) {
+    ranges().erase(slab->base);
+    munmap(slab->base, slab->size);
+    device_state(device).slabs.erase(slab);
+    return Outcome::ok;
+  }
+  madvise(pointer, bytes, MADV_DONTNEED);
+  join_hole(*slab, offset, bytes);
+  return Outcome::ok;
+}
+
+}  // namespace standin
