@@ -21,13 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memtrace.dryrun import elf, stubs
-from memtrace.errors import MemtraceError
+from memtrace.errors import DryRunError
 
 SOURCES = Path(__file__).parent / "device"
 LIBRARY = "libcuda.so.1"  # torch and Triton open the driver by this name
-JOB_VARIABLES = {"TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "0"}
-"""What a job under the library needs in its environment. torch 2.14 asks NVML, without looking whether it is there,
-if expandable segments may be shared with other processes; no size depends on it."""
 _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-pthread", "-w")
 _COMPILERS = ("g++", "c++", "clang++")
 _HEADERS = ("cuda.h", "cuda_runtime_api.h", "cudnn.h")
@@ -39,7 +36,7 @@ _CUDA_WHEELS = "Install a build of torch for CUDA, as the job itself needs it: o
 # Every process of the job has the library in front of all others. It may not bring the C++ library of this compiler:
 # a conda environment has a newer one of its own, which would then not be loaded. Nor may it show templates of its own.
 _EXPORTS = """{
-  global: cu*; __cuda*; nccl*; memtrace_*; _ZN3c104impl21dispatch_mode_enabledEv;
+  global: cu*; __cuda*; nccl*; memtrace_*; _ZN3c10*;
   local: *;
 };
 """
@@ -50,13 +47,6 @@ found = importlib.util.find_spec("torch")
 print("memtrace-torch=" + (found.origin if found is not None and found.origin else ""))
 print("memtrace-prefix=" + sys.prefix)
 """
-
-
-class DryRunError(MemtraceError):
-    """A dry run cannot be started here."""
-
-    code = "dryrun"
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -195,7 +185,7 @@ def _key(torch: Torch, compiler: Sequence[str]) -> str:
         except OSError:
             continue
         said.append(f"{path} {status.st_size} {status.st_mtime_ns}")
-    ours = (*_sources(), Path(stubs.__file__))
+    ours = (*_sources(), Path(stubs.__file__), Path(__file__))
     said += [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in ours]
     for item in said:
         digest.update(item.encode() + b"\0")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from memtrace.dryrun import build, elf, stubs
-from memtrace.dryrun.build import DryRunError
+from memtrace.errors import DryRunError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="dry runs are for Linux")
 CUDA_VERSION_FILE = "__version__ = '2.99.0+cu130'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"

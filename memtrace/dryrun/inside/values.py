@@ -63,6 +63,8 @@ class Values:
             return self.sizes.call(name, func, args, kwargs)
         result = func(*args, **kwargs)
         self._fill(name, func, args, kwargs, tensors, are_small, result)
+        if self.overflows is not None:
+            self.overflows.saw(name, args, self)
         return result
 
     def is_small(self, tensor: Any) -> bool:
@@ -152,8 +154,6 @@ class Values:
         if not outputs:
             if are_small and func._schema.is_mutable and tensors and all(one.is_cuda for one in tensors):
                 self._try(name, [], lambda: self.on_host(func, args, kwargs))
-            if self.overflows is not None:
-                self.overflows.saw(name, args, self)
             return
         if not outputs[0].is_cuda:
             return
