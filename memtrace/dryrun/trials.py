@@ -27,7 +27,7 @@ _DEPENDENT = ("train_batch_size",)
 """What DeepSpeed checks against the micro-batch, and works out where it is not given."""
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
-_MOST = 1000
+_MOST, _MOST_IN_A_RANGE = 1_000, 100_000
 _CONFIG_BYTES = 1 << 20
 
 
@@ -56,8 +56,8 @@ def axis(text: str) -> Axis:
     first, last = int(match[1]), int(match[2])
     if last < first:
         raise ValueError(f"{text!r}: {last} comes before {first}")
-    if last - first >= _MOST:
-        raise ValueError(f"{text!r} has more than {_MOST:,} values")
+    if last - first >= _MOST_IN_A_RANGE:
+        raise ValueError(f"{text!r} has more than {_MOST_IN_A_RANGE:,} values")
     return Axis(key, tuple(map(str, range(first, last + 1))), is_range=True)
 
 

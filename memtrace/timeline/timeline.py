@@ -102,10 +102,10 @@ class Timeline(FrozenColumns):
             return False
         if not len(self.start):
             return not events
-        return (
+        return bool(
             self.start[0] == 0
-            and bool((np.diff(self.start) > 0).all())
-            and bool(self.start[-1] < max(events, 1))
+            and (np.diff(self.start) > 0).all()
+            and self.start[-1] < max(events, 1)
             and self.phase.max() < len(PHASES)
             and self.source.max() < len(SOURCES)
             and self.step.min() >= NO_STEP

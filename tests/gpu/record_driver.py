@@ -8,8 +8,8 @@ WHEELS/memtrace (torch_memtrace, numpy, click, rich, markdown-it-py, mdurl, pygm
 backports.zstd) into an environment of its own, since that is how people install it.
 
 OUT/table.json has a row a scenario, OUT/recordings-N.tar the recordings, OUT/logs.tar.gz what the jobs said.
-`--cpu` tries the control flow with tiny models where there is no GPU; `--standin` runs the jobs for real on the stand-in
-device of `memtrace dryrun`, with memtrace as this interpreter has it.
+`--cpu` tries the control flow with tiny models where there is no GPU; `--standin` runs the jobs for real on the
+stand-in device of `memtrace dryrun`, with memtrace as this interpreter has it.
 """
 
 from __future__ import annotations

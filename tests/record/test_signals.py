@@ -579,6 +579,34 @@ def test_a_signal_during_a_dump_of_the_main_thread(job: Processes) -> None:
     assert (ended.code, ended.dumps, ended.out) == (-signal.SIGTERM, ["whole", "SIGTERM"], "")
 
 
+@pytest.mark.parametrize(("signum", "code"), [("SIGTERM", -signal.SIGTERM), ("SIGINT", 0)])
+def test_a_signal_while_the_interpreter_ends(job: Processes, signum: str, code: int) -> None:
+    """From 3.12 on no thread can be started then."""
+    ended = job.run(
+        "import atexit, contextlib\n"
+        "def at_exit():\n"
+        f"    with contextlib.suppress(KeyboardInterrupt): send({signum}); time.sleep(0.5)\n"
+        "    signals.finish()\n"
+        "atexit.register(at_exit); install()"
+    )
+    assert (ended.code, ended.dumps) == (code, [signum])
+
+
+def test_the_end_waits_for_a_dump_that_main_is_at(job: Processes) -> None:
+    """As where a rank fails because another died, and the launcher ends it while it writes."""
+    ended = job.run(
+        "import atexit\n"
+        "turn = threading.Lock()\n"
+        "def take_turn(*args):\n    with turn: dump(*args)\n"
+        "def at_exit():\n"
+        "    signals.dumping(here=True)\n"
+        "    with turn: send(); time.sleep(0.5); wrote('whole')\n"
+        "    signals.dumping(here=False)\n"
+        "atexit.register(at_exit); install(dump=take_turn)"
+    )
+    assert (ended.code, ended.dumps) == (-signal.SIGTERM, ["whole", "SIGTERM"])
+
+
 @pytest.mark.parametrize("code", [0, 3, 255])
 def test_os_exit_dumps_and_keeps_its_code(job: Processes, code: int) -> None:
     ended = job.run(f"install(before_exit=lambda: wrote('exit')); os._exit({code})")

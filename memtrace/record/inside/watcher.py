@@ -229,7 +229,10 @@ class Watcher:
             notes.log(f"{name}: to be dumped for")
             dump(name, signum)
 
-        return _run("memtrace-dump", call)
+        thread = _run("memtrace-dump", call)
+        if thread is None:  # the interpreter ends (3.12 starts none then): here, behind the dump that main may be at
+            notes.guard(call)()
+        return thread
 
     def _look_after(self) -> None:
         work = self._work
