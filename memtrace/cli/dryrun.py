@@ -148,8 +148,12 @@ def _gpu(name: str | None, memory: int | None, capability: int | None) -> Gpu:
 
     found = gpus.find(name or dryrun_options.DEFAULT_GPU)
     if memory is not None:
-        found = replace(found, name=found.name if name else f"a GPU of {format_bytes(memory)}", capacity_bytes=memory)
-    return found if capability is None else replace(found, capability=capability)
+        found = replace(found, capacity_bytes=memory)
+        if name is None:
+            found = replace(found, name=f"a GPU of {format_bytes(memory)}", is_measured=False)
+    if capability is not None and capability != found.capability:
+        found = replace(found, capability=capability, is_measured=False)
+    return found
 
 
 def _chosen(ranks: str | tuple[int, ...], world: int | None) -> tuple[int, ...]:
@@ -186,6 +190,7 @@ def _settings(directory: Path, job: Job, options: dict[str, Any]) -> Settings:
     given = inside.Options(
         gpu=gpu.name,
         limit_bytes=gpu.capacity_bytes,
+        is_measured=gpu.is_measured,
         steps=options["steps"],
         limit_s=options["limit"] or 0.0,
         mask=options["assume"].get("mask", inside.Options().mask),

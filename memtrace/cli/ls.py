@@ -35,6 +35,7 @@ class Found:
     ranks: tuple[int, ...]
     peak_bytes: int | None
     bytes: int
+    is_dry_run: bool
 
 
 @click.command("ls", epilog=EXAMPLES)
@@ -95,6 +96,7 @@ def _described(directory: Path) -> Found:
         ranks=tuple(sorted(one.rank for one in ranks if one.path is not None)),
         peak_bytes=max((one.allocated for one in ranks if one.allocated is not None), default=None),
         bytes=layout.size_of(directory),
+        is_dry_run=any(one.sidecar.get("dryrun") for one in ranks),
     )
 
 
@@ -112,6 +114,7 @@ def _write_json(found: list[Found]) -> None:
             "ranks": list(one.ranks),
             "peak_bytes": one.peak_bytes,
             "bytes": one.bytes,
+            "dry_run": one.is_dry_run,
         }
         for one in found
     ]
@@ -126,7 +129,7 @@ def _write_text(found: list[Found], color: str) -> None:
     rows = [
         [
             _when(one.started_us),
-            one.name,
+            f"{one.name} (dry run)" if one.is_dry_run else one.name,
             str(len(one.ranks)),
             "" if one.peak_bytes is None else format_bytes(one.peak_bytes),
             format_bytes(one.bytes),

@@ -132,6 +132,7 @@ class _Packer:
         self._columns = columns
 
     def plain(self, value: Any, hint: Any) -> object:
+        hint = _meant(hint)
         origin, arms = get_origin(hint), get_args(hint)
         if origin in (Union, types.UnionType):
             return self._first_arm(value, arms)
@@ -175,6 +176,7 @@ class _Unpacker:
         self._column = column
 
     def value(self, plain: Any, hint: Any) -> object:
+        hint = _meant(hint)
         origin, arms = get_origin(hint), get_args(hint)
         if origin in (Union, types.UnionType):
             return self._first_arm(plain, arms)
@@ -232,6 +234,12 @@ def _described(dtype: Any, count: Any, expected: Any) -> tuple[np.dtype[Any], in
     if dtype not in _DTYPES or _exactly(count, int) < 0:
         raise UnfitError("no such column")
     return np.dtype(dtype), count, _exactly(expected, int)
+
+
+def _meant(hint: Any) -> Any:
+    """What an alias stands for: numpy's NDArray is one of its own kind from 2.5 on (PEP 695)."""
+    value = getattr(get_origin(hint), "__value__", None)
+    return hint if value is None else value[get_args(hint)]
 
 
 def _exactly(value: Any, kind: Any) -> Any:

@@ -361,6 +361,7 @@ def test_ls_lists_what_there_is(directory: Path, monkeypatch: pytest.MonkeyPatch
     assert first == {
         "path": str(directory), "name": "tr\x1bain", "started_us": 2_000_000_000_000_000, "ended_us": None,
         "exit_code": 3, "signal": None, "ranks": [0], "peak_bytes": GiB, "bytes": size,
+        "dry_run": False,
     }  # fmt: skip
     assert second["signal"] == 9
 

@@ -34,6 +34,9 @@ def _of_the_run(run: Any) -> List[Any]:
     world = run._recorder.settings.world
     if world > 1:
         found.append(("world", f"one of {world} ranks, alone: NCCL's own memory is not counted"))
+    if not run.options.is_measured:
+        size = f"{run.device.outside_bytes / (1 << 20):.0f} MiB"
+        found.append(("outside", f"context and libraries take {size} beside torch, as measured on an H200"))
     if torch.backends.cudnn.benchmark:
         found.append(("benchmark", "cudnn.benchmark chooses algorithms by their speed: workspaces may be far off"))
     if not run.is_mode_hidden:

@@ -10,11 +10,12 @@ class Options(NamedTuple):
     """`steps` 0: to the job's own end, else begin no further one; `limit_s` 0: no limit of time.
 
     `mask`: the share of a large mask that is taken as true. `overflow_first`: steps whose gradients overflow. `gpu` as
-    the user named it, `limit_bytes` its memory.
+    the user named it, `limit_bytes` its memory, `is_measured` whether what lies outside torch was measured on one.
     """
 
     gpu: str = ""
     limit_bytes: int = 0
+    is_measured: bool = True
     steps: int = 0
     limit_s: float = 0.0
     mask: float = 0.5
