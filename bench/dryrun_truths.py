@@ -8,7 +8,7 @@ DeepSpeed). Rows of another DeepSpeed need `--deepspeed FOLDER`, made by
 `DS_BUILD_OPS=0 pip install --no-build-isolation --no-deps --target FOLDER deepspeed==VERSION`; without it they are left
 out. The jobs are fixtures/make, the command of each is the manifest's `made`; truths lie in fixtures/ and in
 $MEMTRACE_SHARED or ../shared/snapshots. What a job's script says of itself (torch's counters, marks, the text of an
-out-of-memory error) is compared: what is printed says nothing about how memtrace reads the recording.
+out-of-memory error) is compared: the table says nothing about how memtrace reads the recording.
 
 TEMPLATE is what runs a job, for another stand-in or another GPU. In it {script} is the job's script and arguments,
 {python} the environment's interpreter, {world} `--world N --rank R` where one of several real ranks is to be run alone
@@ -18,10 +18,10 @@ and nothing elsewhere, {work} a folder of the row's own.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import fnmatch
 import json
 import lzma
+import multiprocessing
 import os
 import pickle
 import re
@@ -31,7 +31,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -50,8 +49,8 @@ COMMAND = (
     f"{shlex.quote(sys.executable)} -m memtrace dryrun --gpu H200 --steps 0 {{world}} --output {{work}}/recording "
     "-- {python} {script}"
 )
-PEAKS = ("allocated", "requested", "reserved")
-SMALL = 4096  # bytes: requests below come and go with what is printed and how values are looked at
+PEAKS = {"allocated": 0.001, "requested": 0.001, "reserved": 0.01}  # and how far off each may be
+SMALL = 4096  # bytes: requests below come and go with how values are looked at
 
 # Recordings that only ../shared/snapshots has: name, command in fixtures/make, version of DeepSpeed.
 _GPT2 = "python scenario.py --torch-adam --name"
@@ -85,14 +84,13 @@ EDITS = (
     ),
 )
 
-# What an out-of-memory text says about this process. The rest is about the others on that machine.
+# What an out-of-memory text says about this process. The rest needs NVML, or is about others on that machine.
 OOM = {
     "asked": r"Tried to allocate ([\d.]+ \w+)",
     "capacity": r"total capacity of ([\d.]+ \w+)",
     "limit": r"([\d.]+ \w+) allowed",
     "allocated": r"memory ([\d.]+ \w+) is allocated by PyTorch",
     "unallocated": r"and ([\d.]+ \w+) is reserved by PyTorch but unallocated",
-    "process": r"this process has ([\d.]+ \w+) memory in use",
 }
 
 
@@ -120,16 +118,17 @@ class Job:
 
 @dataclass
 class Row:
-    """What came of a job. `wrong` is why there is no `ours`; `events` are the truth's.
+    """What came of a job. `wrong` is why there is no `ours`.
 
-    `first` counts the requests that are the same, from the first; `difference` says what came then, "" if all are.
+    `events` counts ours and the truth's, where both are complete; `first` the requests that are the same, from the
+    first; `difference` says what came then, "" if all are.
     """
 
     job: Job
     truth: dict[str, Any]
     ours: dict[str, Any] = field(default_factory=dict)
     wrong: str = ""
-    events: int = 0
+    events: tuple[int, int] | None = None
     first: int = 0
     difference: str | None = None
     seconds: float = 0.0
@@ -187,7 +186,6 @@ class Runner:
         self.folder = folder
         self.deepspeeds = deepspeeds
         self.limit_s = limit_s
-        self.lock = threading.Lock()
 
     def words(self, job: Job, work: Path) -> list[str]:
         """The template, filled in."""
@@ -244,17 +242,30 @@ class Runner:
             lines = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)] or lines
             late = f"longer than {self.limit_s:.0f} s: " if row.seconds > self.limit_s else ""
             row.wrong = f"{late}exit code {child.returncode}: {lines[-1][:200] if lines else 'no output'}"
-        with self.lock:
-            print(f"{row.seconds:6.1f} s  {job.name}  {row.wrong or verdict(row)}", file=sys.stderr)
-            if row.difference:
-                print(f"{'':10}requests differ from number {row.first:,} on: {row.difference}", file=sys.stderr)
+        said = f"{row.seconds:6.1f} s  {job.name}  {row.wrong or verdict(row)}\n"
+        if row.difference:
+            said += f"{'':10}requests differ from number {row.first:,} on: {row.difference}\n"
+        sys.stderr.write(said)
         return row
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Of all devices. Unpickled: the recordings are the repository's own, and what a job wrote just now."""
+    """Of all devices, but for what printing a tensor allocates, which depends on its values, and for marks of
+    snapshots. Unpickled: the recordings are the repository's own, and what a job wrote just now.
+    """
     with lzma.open(path) as file:
-        return [event for trace in pickle.load(file)["device_traces"] for event in trace]
+        events = [event for trace in pickle.load(file)["device_traces"] for event in trace]
+    printing: set[int] = set()
+    kept = []
+    for event in events:
+        address, action = event.get("addr"), event["action"]
+        if action == "alloc" and any("_tensor_str.py" in frame["filename"] for frame in event.get("frames", ())):
+            printing.add(address)
+        elif action == "free_completed" and address in printing:
+            printing.remove(address)
+        elif address not in printing and action != "snapshot":
+            kept.append(event)
+    return kept
 
 
 def requests(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -272,11 +283,11 @@ def describe(events: Sequence[dict[str, Any]], index: int) -> str:
 
 def compare_events(row: Row, written: Path) -> None:
     """Fills in what the row says of events and requests."""
-    truth = read_events(row.job.truth.with_name(f"{row.job.name}.pickle.xz"))
-    row.events = len(truth)
     if not row.job.complete:
         return
-    ours, truth = requests(read_events(written)), requests(truth)
+    ours, truth = read_events(written), read_events(row.job.truth.with_name(f"{row.job.name}.pickle.xz"))
+    row.events = len(ours), len(truth)
+    ours, truth = requests(ours), requests(truth)
     pairs = zip(ours, truth, strict=False)
     equal = min(len(ours), len(truth))
     keys = ("action", "size")
@@ -297,16 +308,19 @@ def verdict(row: Row) -> str:
     return f"differs: {', '.join(different)}{why}" if different else "exact"
 
 
+def share_off(row: Row, what: str) -> float:
+    """By how much ours is above the truth, as a share of it."""
+    return peak(row.ours, what) / peak(row.truth, what) - 1
+
+
 def peak_cell(row: Row, what: str) -> str:
-    """One number if they are equal, else ours, the truth, and how far ours is off."""
-    ours, truth = peak(row.ours, what), peak(row.truth, what)
-    if ours == truth:
-        return f"{truth:,}"
-    return f"**{ours:,}** / {truth:,} ({ours - truth:+,}, {100 * (ours / truth - 1):+.3f} %)"
+    """`=`, or how far ours is off."""
+    bytes_off = peak(row.ours, what) - peak(row.truth, what)
+    return f"{bytes_off:+,} ({100 * share_off(row, what):+.3f} %)" if bytes_off else "="
 
 
 def marks_cell(row: Row) -> str:
-    """How many marks have every counter equal; where not all have, how many have all but those of reserved."""
+    """`=` if every mark has every counter equal, else how many have; and how many have all but those of reserved."""
     truth, ours = row.truth.get("marks"), row.ours.get("marks")
     if not truth or not ours:
         return "-"
@@ -315,69 +329,72 @@ def marks_cell(row: Row) -> str:
         counters = [key for key in truth[0] if key not in ("what", "name", "time_us", *leave)]
         return sum(all(a.get(key) == b[key] for key in counters) for a, b in zip(ours, truth, strict=False))
 
-    cell = f"{equal(())} of {len(truth)}"
-    if equal(()) < len(truth):
-        cell += f" ({equal(('reserved', 'reserved_peak'))} but for reserved)"
-    return cell if len(ours) == len(truth) else f"{cell}, ours are {len(ours)}"
+    if len(ours) != len(truth):
+        return f"{equal(())} of {len(truth)}, ours are {len(ours)}"
+    if equal(()) == len(truth):
+        return "="
+    return f"{equal(())} of {len(truth)}; {equal(('reserved', 'reserved_peak'))} but for reserved"
 
 
 def events_cell(row: Row) -> str:
-    """One number, or two."""
-    ours, truth = int(row.ours["events"]), row.events
-    return f"{truth:,}" if ours == truth else f"**{ours:,}** / {truth:,}"
-
-
-def requests_cell(row: Row) -> str:
-    """Whether the program asked for the same; if so, a peak that differs is a matter of addresses."""
-    if row.difference is None:
+    """`=`, or how many more ours are."""
+    if row.events is None:
         return "-"
-    return f"first {row.first:,}" if row.difference else "same"
+    ours, truth = row.events
+    return "=" if ours == truth else f"{ours - truth:+,} of {truth:,}"
 
 
-def oom_cell(row: Row) -> str:
-    """Which of the amounts in the error's text differ. What other processes held is not compared."""
+def oom_difference(row: Row) -> str:
+    """Which of the amounts in the error's text differ; "" if none."""
     ours, truth = row.ours.get("oom"), row.truth.get("oom")
     if not truth or not ours:
-        return "-" if bool(truth) == bool(ours) else "**ours only**" if ours else "**truth only**"
+        return "" if bool(truth) == bool(ours) else "ours only" if ours else "truth only"
     different = []
     for what, pattern in OOM.items():
         mine, theirs = re.search(pattern, ours), re.search(pattern, truth)
         if (mine and mine[1]) != (theirs and theirs[1]):
             different.append(f"{what} {mine and mine[1]} / {theirs and theirs[1]}")
-    return ", ".join(different) or "equal"
+    return ", ".join(different)
 
 
 def table(rows: Iterable[Row]) -> list[str]:
-    """Markdown. Bytes; a bold number is ours, where the truth has another."""
-    head = ("job", *(f"{what} peak" for what in PEAKS), "marks equal", "events", "requests", "OOM text", "s", "host MB")
+    """Markdown: what ours has more than the truth, `=` where it is the same."""
+    head = ("job", *PEAKS, "marks", "events", "s", "host MB")
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         cells = [row.job.name]
         if row.wrong:
             cells += [f"failed: {row.wrong}".replace("|", "\\|"), *[""] * (len(head) - 4)]
         else:
-            cells += [peak_cell(row, what) for what in PEAKS]
-            cells += [marks_cell(row), events_cell(row), requests_cell(row), oom_cell(row)]
+            cells += [*(peak_cell(row, what) for what in PEAKS), marks_cell(row), events_cell(row)]
         cells += [f"{row.seconds:.1f}", f"{row.host_bytes / 1e6:,.0f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """How many are exact, and the worst of each peak."""
+    """How many are exact, how far off the others are, and what about them is no matter of bytes."""
     ran = [row for row in rows if not row.wrong]
-    lines = [f"{len(rows)} jobs, {len(rows) - len(ran)} failed. All three peaks equal to the byte: "]
-    lines[0] += f"{sum(verdict(row) == 'exact' for row in ran)} of {len(ran)}."
-    moved = [row.job.name for row in ran if row.difference == "" and verdict(row) != "exact"]
-    if moved:
-        lines.append(f"The same requests at other addresses, hence another peak: {', '.join(moved)}.")
-    for what in PEAKS:
-        off = [(peak(row.ours, what) / peak(row.truth, what) - 1, row.job.name) for row in ran]
-        off = [(share, name) for share, name in off if share]
+    exact = [row for row in ran if verdict(row) == "exact"]
+    lines = [f"{len(rows)} jobs, {len(rows) - len(ran)} failed. All three peaks equal to the byte: {len(exact)}."]
+    for what, goal in PEAKS.items():
+        off = {row.job.name: share_off(row, what) for row in ran if share_off(row, what)}
+        line = f"{what.capitalize()}: {len(ran) - len(off)} equal"
         if off:
-            share, name = max(off, key=lambda pair: abs(pair[0]))
-            lines.append(f"{what.capitalize()} differs in {len(off)}, most in {name}: {100 * share:+.3f} %.")
-    return lines
+            within = sum(abs(share) <= goal for share in off.values())
+            worst = max(off, key=lambda name: abs(off[name]))
+            line += (
+                f", {within} of the other {len(off)} within {100 * goal:g} %, worst {worst} {100 * off[worst]:+.3f} %"
+            )
+        lines.append(f"{line}.")
+    moved = [row.job.name for row in ran if row not in exact and row.difference == ""]
+    if moved:
+        lines.append(f"The same requests, and other peaks: {', '.join(moved)}.")
+    with_oom = [row for row in ran if row.truth.get("oom") or row.ours.get("oom")]
+    if with_oom:
+        different = [f"{row.job.name}: {oom_difference(row)}" for row in with_oom if oom_difference(row)]
+        lines.append(f"Out of memory in {len(with_oom)}; text of the error {'; '.join(different) or 'equal in all'}.")
+    return [line for text in lines for line in (text, "")][:-1]
 
 
 def main() -> None:
@@ -425,9 +442,9 @@ def main() -> None:
         )
         rows: dict[str, Row] = {}
         text = ""
-        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            for future in concurrent.futures.as_completed([pool.submit(runner.run, job) for job in jobs]):
-                row = future.result()
+        # A fresh process for each job: the peak of its memory counts from that of the process that starts it.
+        with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
+            for row in pool.imap_unordered(runner.run, jobs):
                 rows[row.job.name] = row
                 done = [rows[job.name] for job in jobs if job.name in rows]
                 text = "\n".join([head, "", *table(done), "", *summary(done), *tail]) + "\n"

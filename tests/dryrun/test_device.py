@@ -138,12 +138,53 @@ def test_out_of_memory_comes_at_the_limit(run: Callable[..., str]) -> None:
         malloc(24); assert available() == 0
         ok(free(p)); assert available() == 800 * M
         ok(lib.cudaFree(None))
-        handle(lib.cublasCreate_v2); handle(lib.cublasCreate_v2)
-        assert available() == 732 * M  # the library's own share, once
         """,
         MEMTRACE_GPU_MEMORY=str(1 << 30),
         MEMTRACE_GPU_CONTEXT=str(200 << 20),
     )
+
+
+def test_larger_kernels_move_the_drivers_memory(run: Callable[..., str]) -> None:
+    """The block for local memory is given up, and torch's segments go where it was."""
+    run("""
+        small = malloc(2)  # at the end of the slab whose first 414 MiB the driver has
+        for mib in (24, 32): malloc(mib)
+        lib.__getattr__("__cudaRegisterFunction")(None, c_void_p(32), None, b"reduce_kernelI", *[None] * 6)
+        launch = lib.cudaLaunchKernel
+        launch.argtypes = [c_void_p] + [c_uint] * 6 + [c_void_p, c_size_t, c_void_p]
+        ok(launch(32, 1, 1, 1, 1, 1, 1, None, 0, None))
+        assert malloc(20) == small - 414 * M
+        handle(lib.cublasCreate_v2)  # its 64 MiB; its kernels lie beside the first
+        assert malloc(20) == small - 414 * M + 84 * M
+    """)
+
+
+def test_memory_outside_torch_is_that_of_the_h200(run: Callable[..., str]) -> None:
+    """As cudaMemGetInfo told there: a training loop, with attention by cuDNN, with side streams."""
+    run("""
+        def outside(): return lib.memtrace_outside_bytes() / M
+        launch = lib.cudaLaunchKernel
+        launch.argtypes = [c_void_p] + [c_uint] * 6 + [c_void_p, c_size_t, c_void_p]
+        ok(lib.cudaFree(None))
+        assert outside() == 526.8125
+        register = lib.__getattr__("__cudaRegisterFunction")  # as nvcc's code does before main
+        small, large = c_void_p(16), c_void_p(32)
+        register(None, small, None, b"_ZN2at6native29distribution_elementwise_grid_stride_kernelIfLi4EE", *[None] * 6)
+        register(None, large, None, b"_ZN2at6native29vectorized_elementwise_kernelILi4EE", *[None] * 6)
+        for _ in range(2): ok(launch(small, 1, 1, 1, 1, 1, 1, None, 0, None))
+        assert outside() == 528.8125
+        for _ in range(2): ok(launch(large, 1, 1, 1, 1, 1, 1, None, 0, None))
+        assert outside() == 618.8125
+        handle(lib.cublasCreate_v2); handle(lib.cublasCreate_v2)  # the program's thread, and autograd's
+        assert outside() == 750.8125
+        handle(lib.cudnnCreate); handle(lib.cudnnCreate)
+        assert outside() == 766.8125
+        for _ in range(128): handle(lib.cudaStreamCreateWithPriority, c_uint(1), c_int(0))
+        assert outside() == 836.8125
+        before = available()
+        malloc(2)
+        assert before - available() == 2 * M and outside() == 836.8125
+    """)
 
 
 def test_bad_arguments(run: Callable[..., str]) -> None:

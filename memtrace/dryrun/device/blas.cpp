@@ -34,7 +34,7 @@ int answered(int* result, int value) {
 }  // namespace
 
 MEMTRACE_API int cublasCreate_v2(void** handle) {
-  library_loaded(Library::blas);
+  take_outside(Outside::blas_handle);
   return made(handle);
 }
 MEMTRACE_API int cublasGetVersion_v2(void*, int* version) { return answered(version, blas_version()); }

@@ -20,7 +20,7 @@ cudnnStatus_t made(Handle* result) {
 }  // namespace
 
 MEMTRACE_API cudnnStatus_t cudnnCreate(cudnnHandle_t* handle) {
-  library_loaded(Library::dnn);
+  take_outside(Outside::dnn_handle);
   return made(handle);
 }
 MEMTRACE_API size_t cudnnGetVersion() { return CUDNN_VERSION; }

@@ -63,10 +63,7 @@ Shared* shares_at(void* handles, int64_t index) {
 }
 
 void inherit(Descriptor& to, int name) {
-  if (const Descriptor* from = to.nested(name)) {
-    to.workspace = from->workspace;
-    to.attention = from->attention;
-  }
+  if (const Descriptor* from = to.nested(name)) to.workspace = from->workspace;
 }
 
 Value value_of(Shared descriptor) { return {CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, {}, {std::move(descriptor)}}; }
@@ -163,9 +160,7 @@ MEMTRACE_API cudnnStatus_t cudnnBackendFinalize(cudnnBackendDescriptor_t handle)
   return CUDNN_STATUS_SUCCESS;
 }
 
-MEMTRACE_API cudnnStatus_t cudnnBackendExecute(cudnnHandle_t, cudnnBackendDescriptor_t plan,
-                                               cudnnBackendDescriptor_t) {
-  if (shared(plan)->attention) library_loaded(Library::attention_kernels);
+MEMTRACE_API cudnnStatus_t cudnnBackendExecute(cudnnHandle_t, cudnnBackendDescriptor_t, cudnnBackendDescriptor_t) {
   return CUDNN_STATUS_SUCCESS;
 }
 

@@ -25,7 +25,6 @@ struct Descriptor {
   int kind = 0;
   std::map<int, Value> values;
   int64_t workspace = 0;
-  bool attention = false;
 
   std::vector<int64_t> integers(int name) const;
   int64_t integer(int name, int64_t otherwise) const;
@@ -39,8 +38,8 @@ int64_t element_bytes_of(const Descriptor& tensor);
 
 size_t width_of(int type);  // of one value of a cudnnBackendAttributeType_t, in bytes
 
-// What an engine asks for on top of what torch's own frontend adds. Also finds out whether it is attention.
-int64_t workspace_of_graph(Descriptor& graph);
+// What an engine asks for on top of what torch's own frontend adds.
+int64_t workspace_of_graph(const Descriptor& graph);
 int64_t workspace_of_convolution(const Descriptor& operation);
 
 }  // namespace standin

@@ -90,12 +90,14 @@ int64_t element_bytes_of(const Descriptor& tensor) {
   }
 }
 
-int64_t workspace_of_graph(Descriptor& graph) {
+int64_t workspace_of_graph(const Descriptor& graph) {
   int64_t bytes = 0;
   int products = 0;
   bool fused = false;
   bool single_query = false;
-  for (const Shared& each : graph.values[CUDNN_ATTR_OPERATIONGRAPH_OPS].nested) {
+  const auto operations = graph.values.find(CUDNN_ATTR_OPERATIONGRAPH_OPS);
+  if (operations == graph.values.end()) return 0;
+  for (const Shared& each : operations->second.nested) {
     const Descriptor& operation = *each;
     if (operation.kind == CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR) {
       if (++products == 1) single_query = is_single_query(operation.nested(CUDNN_ATTR_OPERATION_MATMUL_ADESC));
@@ -113,9 +115,9 @@ int64_t workspace_of_graph(Descriptor& graph) {
       bytes += workspace_of_convolution(operation);
     }
   }
-  graph.attention = products > 1 || fused;
+  const bool attention = products > 1 || fused;
   const bool decoding = products == 2 && single_query;  // a forward with one query needs nothing
-  return graph.attention && !decoding ? bytes + kAttentionBytes : bytes;
+  return attention && !decoding ? bytes + kAttentionBytes : bytes;
 }
 
 // Which algorithm runs is cuDNN's own choice. The rule was fitted on one ResNet-50 in fp32 on an H200: in NCHW the

@@ -30,8 +30,9 @@ const char* gpu_name();
 int gpu_count();
 size_t total_bytes();
 size_t context_bytes();       // what the driver takes when a context is made
-size_t blas_bytes();          // and at the first cuBLAS handle
-size_t dnn_bytes();           // the first cuDNN handle
-size_t attention_bytes();     // the first of cuDNN's attention kernels
+size_t code_bytes();          // of the first kernels of a library
+size_t stream_bytes(int count);  // for so many streams
+size_t blas_bytes();          // for each cuBLAS handle
+size_t dnn_bytes();           // for each cuDNN handle
 
 }  // namespace standin

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <list>
 #include <map>
+#include <utility>
 
 namespace standin {
 namespace {
@@ -20,10 +21,13 @@ namespace {
 constexpr size_t kUnit = 2 * kMiB;
 constexpr size_t kSlab = 32 * kMiB;
 
-// When torch first allocates, the driver holds 8 MiB of one slab, and below it, with a gap between, 414 of 416.
+// When torch first allocates, the driver holds 8 MiB of one slab, and below it, with a gap between, 414 of 416. The 414
+// are for the local memory of kernels. Larger kernels have it exchanged for 504, which are not in a slab.
 constexpr size_t kOlderInUse = 8 * kMiB;
 constexpr size_t kGap = 64 * kMiB;
-constexpr size_t kNewerInUse = 414 * kMiB;
+constexpr size_t kLocalMemory = 414 * kMiB;
+constexpr size_t kLargerLocalMemory = 504 * kMiB;
+constexpr size_t kCodeSlab = 8 * kMiB;  // made for the first kernel, whatever holes there are
 
 using Spans = std::map<size_t, size_t>;  // offset to length
 
@@ -37,8 +41,10 @@ struct Slab {
 struct Device {
   std::list<Slab> slabs;  // newest first
   size_t used = 0;
-  size_t libraries = 0;
-  unsigned loaded = 0;
+  size_t outside = 0;  // beside the context
+  char* local_memory = nullptr;
+  bool has_kernels = false;
+  int streams = 0;
   bool entered = false;
 };
 
@@ -84,21 +90,26 @@ char* take_from(Slab& slab, Spans::iterator hole, size_t bytes) {
   return slab.base + offset;
 }
 
+char* place_in_new_slab(int device, size_t bytes, size_t unit) {
+  const size_t size = rounded_up(bytes, unit);
+  char* base = reserve_addresses(size, unit, true);
+  if (!base) {
+    note("this machine's own limits on address space (ulimit -v, overcommit) ended a device allocation");
+    return nullptr;
+  }
+  auto& slabs = device_state(device).slabs;
+  slabs.push_front({base, size, {{0, size}}, {}});
+  ranges()[base] = {size, device, slabs.begin()};
+  return take_from(slabs.front(), slabs.front().holes.begin(), bytes);
+}
+
 char* place(int device, size_t bytes) {
   auto& slabs = device_state(device).slabs;
   for (Slab& slab : slabs) {
     auto hole = smallest_hole(slab, bytes);
     if (hole != slab.holes.end()) return take_from(slab, hole, bytes);
   }
-  const size_t size = rounded_up(bytes, kSlab);
-  char* base = reserve_addresses(size, kSlab, true);
-  if (!base) {
-    note("this machine's own limits on address space (ulimit -v, overcommit) ended a device allocation");
-    return nullptr;
-  }
-  slabs.push_front({base, size, {{0, size}}, {}});
-  ranges()[base] = {size, device, slabs.begin()};
-  return take_from(slabs.front(), slabs.front().holes.begin(), bytes);
+  return place_in_new_slab(device, bytes, kSlab);
 }
 
 void join_hole(Slab& slab, size_t offset, size_t length) {
@@ -114,6 +125,34 @@ void join_hole(Slab& slab, size_t offset, size_t length) {
     before->second += hole->second;
     slab.holes.erase(hole);
   }
+}
+
+void give_back(int device, std::list<Slab>::iterator slab, Spans::iterator use) {
+  const auto [offset, bytes] = *use;
+  slab->used.erase(use);
+  if (slab->used.empty()) {
+    ranges().erase(slab->base);
+    munmap(slab->base, slab->size);
+    device_state(device).slabs.erase(slab);
+    return;
+  }
+  madvise(slab->base + offset, bytes, MADV_DONTNEED);
+  join_hole(*slab, offset, bytes);
+}
+
+void hold_outside(int device, size_t bytes) {
+  device_state(device).outside += bytes;
+  place(device, bytes);
+}
+
+void enlarge_local_memory(int device) {
+  Device& state = device_state(device);
+  char* const before = std::exchange(state.local_memory, nullptr);
+  if (!before) return;
+  const auto slab = ranges().at(before).slab;
+  give_back(device, slab, slab->used.find(0));
+  reserve_addresses(kLargerLocalMemory, kUnit, false);
+  state.outside += kLargerLocalMemory - kLocalMemory;
 }
 
 thread_local int selected = 0;
@@ -203,17 +242,12 @@ void enter(int device) {
   state.entered = true;
   place(device, kOlderInUse);
   reserve_addresses(kGap, kSlab, false);
-  const size_t size = rounded_up(kNewerInUse, kSlab);
-  char* base = reserve_addresses(size, kSlab, true);
-  if (!base) return;
-  state.slabs.push_front({base, size, {{0, size}}, {}});
-  ranges()[base] = {size, device, state.slabs.begin()};
-  take_from(state.slabs.front(), state.slabs.front().holes.begin(), kNewerInUse);
+  state.local_memory = place_in_new_slab(device, kLocalMemory, kSlab);
 }
 
 size_t outside_bytes(int device) {
   Guard guard(mutex());
-  return context_bytes() + device_state(device).libraries;
+  return context_bytes() + device_state(device).outside;
 }
 
 size_t used_bytes(int device) {
@@ -240,16 +274,29 @@ void unclaim(int device, size_t bytes) {
   device_state(device).used -= bytes;
 }
 
-void library_loaded(Library which) {
+void take_outside(Outside what) {
   Guard guard(mutex());
-  Device& state = device_state(current_device());
-  const unsigned bit = 1u << static_cast<int>(which);
-  if (state.loaded & bit) return;
-  state.loaded |= bit;
-  switch (which) {
-    case Library::blas: state.libraries += blas_bytes(); break;
-    case Library::dnn: state.libraries += dnn_bytes(); break;
-    case Library::attention_kernels: state.libraries += attention_bytes(); break;
+  const int device = current_device();
+  enter(device);
+  Device& state = device_state(device);
+  switch (what) {
+    case Outside::kernels:
+      if (std::exchange(state.has_kernels, true)) break;
+      place_in_new_slab(device, code_bytes(), kCodeSlab);
+      state.outside += code_bytes();
+      break;
+    case Outside::local_memory: enlarge_local_memory(device); break;
+    case Outside::stream: {
+      const size_t before = stream_bytes(state.streams);
+      const size_t after = stream_bytes(++state.streams);
+      if (after > before) hold_outside(device, after - before);
+      break;
+    }
+    case Outside::blas_handle:
+      hold_outside(device, blas_bytes());
+      hold_outside(device, code_bytes());
+      break;
+    case Outside::dnn_handle: hold_outside(device, dnn_bytes()); break;
   }
 }
 
@@ -283,17 +330,8 @@ Outcome release(void* pointer) {
     note("free of an unknown pointer");
     return Outcome::invalid;
   }
-  const size_t bytes = use->second;
-  slab->used.erase(use);
-  device_state(device).used -= bytes;
-  if (slab->used.empty()) {
-    ranges().erase(slab->base);
-    munmap(slab->base, slab->size);
-    device_state(device).slabs.erase(slab);
-    return Outcome::ok;
-  }
-  madvise(pointer, bytes, MADV_DONTNEED);
-  join_hole(*slab, offset, bytes);
+  device_state(device).used -= use->second;
+  give_back(device, slab, use);
   return Outcome::ok;
 }
 

@@ -59,11 +59,16 @@ MEMTRACE_API CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction, co
 
 MEMTRACE_API CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                                      CUstream, void**, void**) {
+  take_outside(Outside::kernels);
   return CUDA_SUCCESS;
 }
-MEMTRACE_API CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction, void**, void**) { return CUDA_SUCCESS; }
+MEMTRACE_API CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction, void**, void**) {
+  take_outside(Outside::kernels);
+  return CUDA_SUCCESS;
+}
 MEMTRACE_API CUresult cuLaunchCooperativeKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned,
                                                 unsigned, unsigned, CUstream, void**) {
+  take_outside(Outside::kernels);
   return CUDA_SUCCESS;
 }
 MEMTRACE_API CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t, void*,

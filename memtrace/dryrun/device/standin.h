@@ -36,11 +36,11 @@ Outcome allocate(int device, size_t bytes, void** result);
 Outcome release(void* pointer);                   // null is fine
 size_t free_bytes(int device);
 size_t used_bytes(int device);                    // by allocate() and claim()
-size_t outside_bytes(int device);                 // context and libraries
+size_t outside_bytes(int device);                 // by the driver and the vendor's libraries
 bool claim(int device, size_t bytes);             // memory of the virtual memory API: has no address of its own
 void unclaim(int device, size_t bytes);
-enum class Library { blas, dnn, attention_kernels };
-void library_loaded(Library which);               // takes its own share of the device at first use
+enum class Outside { kernels, local_memory, stream, blas_handle, dnn_handle };
+void take_outside(Outside what);                  // of the current device; the first two: once
 
 // --- memory.cpp: addresses
 char* reserve_addresses(size_t bytes, size_t alignment, bool accessible);

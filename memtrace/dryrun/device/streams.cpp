@@ -81,9 +81,15 @@ using namespace standin;
 
 // --- streams
 
-MEMTRACE_API cudaError_t cudaStreamCreate(cudaStream_t* stream) { return made(stream); }
-MEMTRACE_API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return made(stream); }
-MEMTRACE_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return made(stream); }
+MEMTRACE_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  made(stream);
+  take_outside(Outside::stream);
+  return cudaSuccess;
+}
+MEMTRACE_API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+MEMTRACE_API cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
 MEMTRACE_API cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   Guard guard(mutex());
   state().capturing.erase(stream);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 _IDLE_BUILDERS = ("Adam", "Lamb", "Lion", "Adagrad")
@@ -13,6 +14,8 @@ def install(run: Any) -> None:
     """Each once its library is imported."""
     run.after_import("deepspeed.ops.op_builder.builder", functools.partial(_idle_operators, run))
     run.after_import("torch._inductor.config", _pad_always)
+    if run.is_mode_hidden:
+        _keep_errors_of_backward(run.values)
     run.after_import("torch._dynamo.eval_frame", functools.partial(_step_aside_for_compiled, run))
     if run.options.overflow_first:
         for module, name in (
@@ -21,6 +24,33 @@ def install(run: Any) -> None:
             ("deepspeed.runtime.utils", "CheckOverflow"),
         ):
             run.after_import(module, functools.partial(_overflow, run, name))
+
+
+def _keep_errors_of_backward(values: Any) -> None:
+    """torch 2.11 loses the error of an operator under a dispatch mode in backward while memory is recorded: looking for
+    the stacks of what is freed then, it clears Python's error, and a SystemError is all that is left."""
+    for name in ("torch.autograd", "torch.autograd.graph"):
+        module: Any = sys.modules.get(name)
+        original = getattr(module, "_engine_run_backward", None)
+        if original is not None:
+            module._engine_run_backward = _with_errors(original, values)
+
+
+def _with_errors(original: Any, values: Any) -> Any:
+    @functools.wraps(original)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        values.backwards += 1
+        try:
+            return original(*args, **kwargs)
+        except SystemError:
+            if values.error is None:
+                raise
+            raise values.error.with_traceback(None) from None
+        finally:
+            values.backwards -= 1
+            values.error = None
+
+    return run_backward
 
 
 def leave_backward_alone(torch: Any, presence: Any) -> None:

@@ -31,6 +31,8 @@ _SHAPED = {"new_zeros": 0, "new_ones": 1, "zeros_like": 0, "ones_like": 1, "full
 """Their first argument gives a shape, not values. None: the value is an argument."""
 _VALUE_ARGUMENT = {"full_like": 1, "new_full": 2}
 _TRUE = ("all", "_is_all_true")
+_ANY = ("max", "amax")
+"""Of a mask that was made numbers just before (DeepSpeed's check for what is not finite): whether any is true."""
 
 
 class Values:
@@ -45,6 +47,11 @@ class Values:
         self._random_state = self._random.get_state()
         self.sizes = sizes
         self.overflows: Optional[Any] = None
+        self._numbers_of_mask = 0
+        """Address of what the last operator made of a mask, if it did and the numbers are not small."""
+        self.backwards = 0
+        self.error: Optional[Exception] = None
+        """Of the last operator that failed while any of the `backwards` ran."""
 
     def call(self, func: Any, types: Sequence[Any], args: Any, kwargs: Dict[str, Any]) -> Any:
         """One operator, as torch's dispatcher hands it on."""
@@ -52,10 +59,12 @@ class Values:
             return func(*args, **kwargs)
         if any(one not in self._plain for one in types):  # subclasses first take themselves apart
             return NotImplemented
+        if func.is_view:  # first, as there may be thousands: ZeRO-3 takes one for each rank
+            return func(*args, **kwargs)
         name = func._overloadpacket.__name__
         if self._is_idle_on_host(name, args, kwargs):
             return self._idle(name, func, args, kwargs)
-        if name in _UNREAD or func.is_view:
+        if name in _UNREAD:
             return func(*args, **kwargs)
         tensors = [one for one in self._tree.tree_leaves((args, kwargs)) if isinstance(one, self._torch.Tensor)]
         are_small = all(map(self.is_small, tensors))
@@ -63,9 +72,16 @@ class Values:
             return self.sizes.call(name, func, args, kwargs)
         result = func(*args, **kwargs)
         self._fill(name, func, args, kwargs, tensors, are_small, result)
+        is_cast = name == "_to_copy" and args[0].dtype is self._torch.bool and not self.is_small(result)
+        self._numbers_of_mask = result.data_ptr() if is_cast else 0
         if self.overflows is not None:
             self.overflows.saw(name, args, self)
         return result
+
+    def failed(self, error: Exception) -> None:
+        """An operator raised it. Outside of backward nobody asks, and it would keep alive what its traceback does."""
+        if self.backwards:
+            self.error = error
 
     def is_small(self, tensor: Any) -> bool:
         """Whether it is worth computing with."""
@@ -176,8 +192,9 @@ class Values:
             value = _SHAPED[name]
             self.alias(some[0]).fill_(args[_VALUE_ARGUMENT[name]] if value is None else value)
         elif not in_place:
+            is_any = name in _ANY and tensors[0].data_ptr() == self._numbers_of_mask
             for one in some:
-                self._guess(name, one)
+                self._guess("any" if is_any else name, one)
 
     def _try(self, name: str, outputs: List[Any], compute: Any) -> None:
         try:
@@ -195,7 +212,7 @@ class Values:
         if is_float and output.numel() > 1:
             alias.copy_(self._torch.rand(output.shape, generator=self._random) + 1)
         else:
-            alias.fill_(1 if is_float or name in _TRUE else 0)
+            alias.fill_(1 if name in _TRUE or (is_float and name != "any") else 0)
         kind = "a number" if output.numel() == 1 else "a vector"
         self._guesses.add("value", f"{name} of large tensors, {kind}")
 
@@ -213,7 +230,12 @@ class Presence:
                 return False
 
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                return values.call(func, types, args, kwargs or {})
+                try:
+                    return values.call(func, types, args, kwargs or {})
+                except Exception as error:  # noqa: BLE001 - goes on
+                    del args, kwargs  # a traceback would keep them alive, and an operator's own error has none
+                    values.failed(error)
+                    raise error.with_traceback(None)  # noqa: B904 - it is the same one
 
         self._modes, self._device, self._class = modes, device, Mode
         self._mode: Any = None
