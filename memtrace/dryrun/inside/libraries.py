@@ -13,6 +13,7 @@ _IDLE_BUILDERS = ("Adam", "Lamb", "Lion", "Adagrad")
 def install(run: Any) -> None:
     """Each once its library is imported."""
     run.after_import("deepspeed.ops.op_builder.builder", functools.partial(_idle_operators, run))
+    run.after_import("deepspeed.runtime.zero.partition_parameters", functools.partial(_step_aside_in_gathers, run))
     run.after_import("torch._inductor.config", _pad_always)
     if run.is_mode_hidden:
         _keep_errors_of_backward(run.values)
@@ -51,6 +52,14 @@ def _with_errors(original: Any, values: Any) -> Any:
             values.error = None
 
     return run_backward
+
+
+def _step_aside_in_gathers(run: Any, module: Any) -> None:
+    """ZeRO-3 puts each parameter together from a view of every rank's part: in a world of 1024 a thousand operators,
+    of which no value is read."""
+    handle = getattr(module, "AllGatherCoalescedHandle", None)
+    if handle is not None:
+        handle.wait = _outside(handle.wait, run.presence)
 
 
 def leave_backward_alone(torch: Any, presence: Any) -> None:
