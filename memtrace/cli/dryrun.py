@@ -14,7 +14,7 @@ import click
 
 from memtrace import paths
 from memtrace.cli import diagnostics, dryrun_options
-from memtrace.cli.record import cannot_fail, exit_as, meta
+from memtrace.cli.record import cannot_fail, exit_as, keep, meta
 from memtrace.units import format_bytes, plural
 
 if TYPE_CHECKING:
@@ -253,15 +253,9 @@ def _together(outcomes: Sequence[Outcome]) -> Outcome:
 
 def _finish(job: Job, settings: Settings, command: Sequence[str], outcome: Outcome, options: dict[str, Any]) -> None:
     from memtrace.cli import dryrun_text
-    from memtrace.record import layout
 
     directory = Path(settings.directory)
-    layout.tidy(directory)
-    for problem in layout.pack(directory):
-        diagnostics.note(problem)
-    layout.write_meta(directory, meta(settings, command, outcome))
-    if layout.reported(directory):
-        layout.remember(directory)
+    keep(settings, command, outcome)
     answer = dryrun_text.answer(directory, job.standin.gpu, has_failed=bool(outcome.code or outcome.signal))
     dryrun_text.report(answer, quiet=options["quiet"])
     if options["report"] is not None:

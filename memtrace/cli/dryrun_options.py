@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memtrace.cli.options import size
+from memtrace.cli.options import PLACE, PLAIN, size
 from memtrace.cli.record import seconds
 
 if TYPE_CHECKING:
@@ -155,17 +155,8 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="FILE",
             help="Write the answer as JSON too.",
         ),
-        click.option("--plain-paths", is_flag=True, help="Keep the command, its arguments and paths in the recording."),
-        click.option("--plain-host", is_flag=True, help="Keep the host's name (default: a hash of it)."),
-        click.option("--name", metavar="NAME", help="The recording's name (default: the script's)."),
-        click.option(
-            "-o",
-            "--output",
-            type=click.Path(path_type=Path),
-            metavar="DIR",
-            help="Record in DIR (default: .memtrace/TIME-NAME, or in $MEMTRACE_DIR).",
-        ),
-        click.option("-q", "--quiet", is_flag=True, help="Say nothing, unless something went wrong."),
+        *PLAIN,
+        *PLACE,
     )
     for option in reversed(found):
         command = option(command)

@@ -35,6 +35,25 @@ def size(_context: click.Context, _parameter: click.Parameter, value: str | None
         raise click.BadParameter(str(error)) from error
 
 
+PLAIN = (
+    click.option("--plain-paths", is_flag=True, help="Keep the command, its arguments and paths in the recording."),
+    click.option("--plain-host", is_flag=True, help="Keep the host's name (default: a hash of it)."),
+)
+"""Of commands that record: what is kept as it is."""
+PLACE = (
+    click.option("--name", metavar="NAME", help="The recording's name (default: the script's)."),
+    click.option(
+        "-o",
+        "--output",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Record in DIR (default: .memtrace/TIME-NAME, or in $MEMTRACE_DIR).",
+    ),
+    click.option("-q", "--quiet", is_flag=True, help="Say nothing, unless something went wrong."),
+)
+"""Likewise: where the recording goes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Common:
     """The shared options of one call, and the snapshots it opened."""

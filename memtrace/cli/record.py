@@ -17,6 +17,7 @@ import click
 
 from memtrace import paths
 from memtrace.cli import diagnostics
+from memtrace.cli.options import PLACE, PLAIN
 
 if TYPE_CHECKING:
     from memtrace.record.inside.settings import Settings
@@ -159,8 +160,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="N",
             help="Ranks of a node that dump at once.",
         ),
-        click.option("--plain-paths", is_flag=True, help="Keep the command, its arguments and paths in the recording."),
-        click.option("--plain-host", is_flag=True, help="Keep the host's name (default: a hash of it)."),
+        *PLAIN,
         click.option(
             "--simulate-world",
             type=click.IntRange(min=2),
@@ -168,15 +168,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Run one rank of a job of N on this GPU. Its memory is the real one's; what it learns is meaningless.",
         ),
         click.option("--rank", type=step, metavar="R", help="Which rank of the simulated N (default 0)."),
-        click.option("--name", metavar="NAME", help="The recording's name (default: the script's)."),
-        click.option(
-            "-o",
-            "--output",
-            type=click.Path(path_type=Path),
-            metavar="DIR",
-            help="Record in DIR (default: .memtrace/TIME-NAME, or in $MEMTRACE_DIR).",
-        ),
-        click.option("-q", "--quiet", is_flag=True, help="Say nothing, unless something went wrong."),
+        *PLACE,
     )
     for option in reversed(options):
         command = option(command)
@@ -294,19 +286,26 @@ def _run(command: Sequence[str], settings: Settings | None) -> Outcome:
         raise
 
 
-def _finish(settings: Settings, command: Sequence[str], outcome: Outcome, *, quiet: bool) -> None:
-    """Packs what the ranks left, lists it and says what there is."""
-    from memtrace.cli import record_text
+def keep(settings: Settings, command: Sequence[str], outcome: Outcome) -> None:
+    """Packs what the ranks of a run left, and puts it on the list of recordings."""
     from memtrace.record import layout
 
     directory = Path(settings.directory)
-    is_quick = record_text.is_quick(directory)
     layout.tidy(directory)
     for problem in layout.pack(directory):
         diagnostics.note(problem)
     layout.write_meta(directory, meta(settings, command, outcome))
     if layout.reported(directory):
         layout.remember(directory)
+
+
+def _finish(settings: Settings, command: Sequence[str], outcome: Outcome, *, quiet: bool) -> None:
+    """Packs what the ranks left, lists it and says what there is."""
+    from memtrace.cli import record_text
+
+    directory = Path(settings.directory)
+    is_quick = record_text.is_quick(directory)
+    keep(settings, command, outcome)
     record_text.report(directory, with_moments=is_quick, quiet=quiet)
 
 
