@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-collect_ignore_glob = ["jobs/*.py", "record_driver.py", "equality.py", "overhead.py"]
+collect_ignore_glob = ["jobs/*.py"]
+collect_ignore = [script.name for script in Path(__file__).parent.glob("*.py") if not script.name.startswith("test_")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
