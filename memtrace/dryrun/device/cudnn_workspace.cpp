@@ -2,6 +2,9 @@
 // on an H200, every allocation in order); convolutions are a guess.
 #include "cudnn_graph.h"
 
+#include <string>
+#include <vector>
+
 namespace standin {
 namespace {
 
@@ -65,6 +68,60 @@ bool is_convolution(int kind) {
 
 int64_t bytes_of(const Descriptor& tensor) { return elements_of(tensor) * element_bytes_of(tensor); }
 
+bool is_channels_last(const Descriptor& input) {
+  const auto strides = input.integers(CUDNN_ATTR_TENSOR_STRIDES);
+  const auto sizes = sizes_of(input);
+  return strides.size() > 1 && sizes.size() > 1 && strides[1] == 1 && sizes[1] > 1;
+}
+
+std::string joined(const std::vector<int64_t>& sizes) {
+  std::string text;
+  for (int64_t size : sizes) text += (text.empty() ? "" : "x") + std::to_string(size);
+  return text;
+}
+
+const char* name_of(Pass pass) {
+  switch (pass) {
+    case Pass::forward: return "forward";
+    case Pass::weights: return "weight gradient";
+    case Pass::data: break;
+  }
+  return "input gradient";
+}
+
+std::string described(const Convolution& of) {
+  return std::string(name_of(of.pass)) + ", input " + joined(sizes_of(*of.input)) + ", weights " +
+         joined(sizes_of(*of.weights)) + ", " + std::to_string(element_bytes_of(*of.input)) + " bytes an element" +
+         (is_channels_last(*of.input) ? ", channels last" : "");
+}
+
+// Which algorithm runs is cuDNN's own choice. The rule was fitted on one ResNet-50 in fp32 on an H200: in NCHW the
+// tensor-core kernels work on NHWC copies of the operands, in channels-last on the operands themselves.
+int64_t workspace_by_rule(const Convolution& of) {
+  const auto input = sizes_of(*of.input);
+  const auto output = sizes_of(*of.output);
+  const auto window = sizes_of(*of.weights);
+  if (is_channels_last(*of.input)) return 0;
+  const int64_t x = bytes_of(*of.input);
+  const int64_t y = bytes_of(*of.output);
+  const int64_t w = bytes_of(*of.weights);
+  const bool has_window = input.size() > 2 && output.size() > 2 && window.size() > 2;
+  int64_t taps = 1;
+  for (size_t axis = 2; axis < window.size(); ++axis) taps *= window[axis];
+  if (taps > 1) {
+    const bool patches = has_window && input[1] <= 4 && input[2] == output[2] * window[2];
+    if (of.pass == Pass::forward && patches) return 0;  // few channels, windows that do not overlap
+    return x + y + (of.pass == Pass::weights ? 4 * w : w) + kTensorCoreBytes;
+  }
+  const bool strided = has_window && input[2] > output[2] + window[2];
+  switch (of.pass) {
+    case Pass::forward: return strided ? x + w + kTensorCoreBytes : 0;
+    case Pass::weights: return x + y + 4 * w;
+    case Pass::data: break;
+  }
+  return strided ? x + y : kPointwiseDataBytes;
+}
+
 }  // namespace
 
 std::vector<int64_t> sizes_of(const Descriptor& tensor) { return tensor.integers(CUDNN_ATTR_TENSOR_DIMENSIONS); }
@@ -120,38 +177,17 @@ int64_t workspace_of_graph(const Descriptor& graph) {
   return attention && !decoding ? bytes + kAttentionBytes : bytes;
 }
 
-// Which algorithm runs is cuDNN's own choice. The rule was fitted on one ResNet-50 in fp32 on an H200: in NCHW the
-// tensor-core kernels work on NHWC copies of the operands, in channels-last on the operands themselves.
 int64_t workspace_of_convolution(const Descriptor& operation) {
   static const bool guessing = environment("MEMTRACE_GPU_CONV", 1) != 0;
-  note(guessing ? "convolution workspace guessed" : "convolution workspace taken as 0");
-  if (!guessing) return 0;
   const Convolution of = convolution_of(operation);
-  if (!of.input || !of.output || !of.weights) return 0;
-  const auto strides = of.input->integers(CUDNN_ATTR_TENSOR_STRIDES);
-  const auto input = sizes_of(*of.input);
-  const auto output = sizes_of(*of.output);
-  const auto window = sizes_of(*of.weights);
-  const bool channels_last = strides.size() > 1 && input.size() > 1 && strides[1] == 1 && input[1] > 1;
-  if (channels_last) return 0;
-  const int64_t x = bytes_of(*of.input);
-  const int64_t y = bytes_of(*of.output);
-  const int64_t w = bytes_of(*of.weights);
-  const bool has_window = input.size() > 2 && output.size() > 2 && window.size() > 2;
-  int64_t taps = 1;
-  for (size_t axis = 2; axis < window.size(); ++axis) taps *= window[axis];
-  if (taps > 1) {
-    const bool patches = has_window && input[1] <= 4 && input[2] == output[2] * window[2];
-    if (of.pass == Pass::forward && patches) return 0;  // few channels, windows that do not overlap
-    return x + y + (of.pass == Pass::weights ? 4 * w : w) + kTensorCoreBytes;
+  if (!of.input || !of.output || !of.weights) {
+    note("convolution workspace taken as 0: of unknown shape");
+    return 0;
   }
-  const bool strided = has_window && input[2] > output[2] + window[2];
-  switch (of.pass) {
-    case Pass::forward: return strided ? x + w + kTensorCoreBytes : 0;
-    case Pass::weights: return x + y + 4 * w;
-    case Pass::data: break;
-  }
-  return strided ? x + y : kPointwiseDataBytes;
+  const int64_t bytes = guessing ? workspace_by_rule(of) : 0;
+  const std::string size = guessing ? "guessed as " + std::to_string(bytes) + " bytes" : "taken as 0";
+  note(("convolution workspace " + size + ": " + described(of)).c_str());
+  return bytes;
 }
 
 }  // namespace standin

@@ -7,6 +7,7 @@ from typing import Any, Dict, List
 
 _DEVICE = (  # the beginning of the device's note, its code
     ("convolution workspace", "convolution"),
+    ("work on another stream", "streams"),
     ("batch norm", "batch-norm"),
     ("recurrent", "recurrent"),
     ("CUDA graph", "graph"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any, Iterator, List, Set, Tuple
 
@@ -10,6 +11,19 @@ _INNER = {("_ops.py", "__call__")}
 """Torch's frame between our dispatch mode and the operator it runs."""
 _OUTER = {("eval_frame.py", "_fn"), ("_compile.py", "inner")}
 """Those that some releases put around every dispatch mode."""
+
+
+def install(torch: Any) -> None:
+    """Whoever takes a snapshot, the program itself or the recorder, gets one without our frames."""
+    original = torch._C._cuda_memorySnapshot
+
+    @functools.wraps(original)
+    def snapshot(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        clean(found)
+        return found
+
+    torch._C._cuda_memorySnapshot = snapshot
 
 
 def clean(snapshot: Any, ours: str = _OURS) -> None:

@@ -8,7 +8,8 @@ from typing import Any, Dict, List, Tuple
 
 _MOST = 200
 _LIBRARIES = (f"{os.sep}torch{os.sep}", f"{os.sep}deepspeed{os.sep}")
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+"""The recorder, and this part of it."""
 
 
 class Guesses:

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any, Dict, List, NamedTuple
 
-from . import assumptions, frames, libraries, worlds
+from . import assumptions, frames, libraries, messages, worlds
 from .device import Device
 from .guesses import Guesses
 from .overflows import Overflows
@@ -28,7 +28,7 @@ class Services(NamedTuple):
 
 
 class DryRun:
-    """`options` as the launcher decided. The recorder asks for `clean`, `describe`."""
+    """`options` as the launcher decided. The recorder asks for `describe`."""
 
     def __init__(self, recorder: Any, options: Any, services: Services) -> None:
         self._recorder, self.options, self._services = recorder, options, services
@@ -50,9 +50,11 @@ class DryRun:
         self.values.sizes = sizes
         if options.overflow_first:
             self.values.overflows = Overflows(options.overflow_first)
+        messages.install(self._services.world, self.guesses)
         if not self._recorder.settings.world:
             worlds.follow_the_script(self._services.world)
         libraries.install(self)
+        frames.install(torch)
         if not self.is_mode_hidden:
             libraries.leave_backward_alone(torch, self.presence)
         self.presence.enter()
@@ -73,10 +75,6 @@ class DryRun:
             self.stopped_after = f"{steps} steps" if steps > 1 else "1 step"
             raise SystemExit(0)
         self._say(f"step {number - 1} done")
-
-    def clean(self, snapshot: Any) -> None:
-        """Takes our frames out of it."""
-        frames.clean(snapshot)
 
     def describe(self) -> Dict[str, Any]:
         """For the sidecar."""

@@ -23,6 +23,11 @@ _LARGE_ON_HOST = 1 << 20
 _FILLS = {"normal_", "uniform_", "zero_", "fill_", "trunc_normal_", "log_normal_", "exponential_"}
 _FACTORIES = {"zeros", "ones", "rand", "randn"}
 _COPIES = {"clone", "_to_copy", "copy_"}
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention": "flash",
+    "_scaled_dot_product_efficient_attention": "memory-efficient",
+    "_scaled_dot_product_cudnn_attention": "cuDNN",
+}
 _UNREAD = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh", "alias",
     "_reshape_alias", "record_stream", "resize_", "set_", "nonzero",
@@ -30,6 +35,7 @@ _UNREAD = {
 _SHAPED = {"new_zeros": 0, "new_ones": 1, "zeros_like": 0, "ones_like": 1, "full_like": None, "new_full": None}
 """Their first argument gives a shape, not values. None: the value is an argument."""
 _VALUE_ARGUMENT = {"full_like": 1, "new_full": 2}
+_COLLECTIVES = "_c10d_functional"
 _TRUE = ("all", "_is_all_true")
 _ANY = ("max", "amax")
 """Of a mask that was made numbers just before (DeepSpeed's check for what is not finite): whether any is true."""
@@ -43,6 +49,7 @@ class Values:
         self._torch, self._guesses = torch, guesses
         self._stack, self._tree = modes._get_current_dispatch_mode_stack, torch.utils._pytree
         self._plain = (torch.Tensor, torch.nn.Parameter)
+        self._wait = getattr(getattr(torch.ops, _COLLECTIVES).wait_tensor, "default", None)
         self._random = torch.Generator().manual_seed(1)
         self._random_state = self._random.get_state()
         self.sizes = sizes
@@ -66,6 +73,8 @@ class Values:
             return self._idle(name, func, args, kwargs)
         if name in _UNREAD:
             return func(*args, **kwargs)
+        if name in _ATTENTION:
+            self._guesses.add("attention", f"{_ATTENTION[name]} attention, as torch chooses on this GPU")
         tensors = [one for one in self._tree.tree_leaves((args, kwargs)) if isinstance(one, self._torch.Tensor)]
         are_small = all(map(self.is_small, tensors))
         if self.sizes is not None and are_small and self.sizes.knows(name) and any(one.is_cuda for one in tensors):
@@ -167,6 +176,8 @@ class Values:
     ) -> None:
         """Gives the small outputs their values."""
         outputs = _tensors(self._torch, result)
+        if any(type(one) not in self._plain for one in outputs):  # it has no memory of its own (DTensor's waiting ones)
+            return
         if not outputs:
             if are_small and func._schema.is_mutable and tensors and all(one.is_cuda for one in tensors):
                 self._try(name, [], lambda: self.on_host(func, args, kwargs))
@@ -182,9 +193,11 @@ class Values:
         if are_small and len(some) == len(outputs):
 
             def compute() -> None:
-                found = self.on_host(func, args, kwargs)
+                found = _tensors(self._torch, self.on_host(func, args, kwargs))
+                if func.namespace == _COLLECTIVES and func is not self._wait:  # else torch keeps it until the end
+                    found = [self._wait(one) for one in found]
                 if not in_place:
-                    for output, value in zip(outputs, _tensors(self._torch, found)):
+                    for output, value in zip(outputs, found):
                         self.alias(output).copy_(value)
 
             self._try(name, [] if in_place else some, compute)

@@ -212,8 +212,6 @@ class Recorder:
 
         def take() -> Any:
             snapshot, stats, steady = history.snapshot(self.torch)
-            if self.dryrun is not None:
-                self.dryrun.clean(snapshot)
             taken.update(stats=stats, steady=steady, dumped_us=now_us())
             return snapshot
 

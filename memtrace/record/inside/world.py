@@ -14,13 +14,16 @@ import importlib
 import os
 import sys
 from datetime import timedelta
-from typing import Any, Callable, Dict, Iterator, List, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 from . import notes, process
 from .importing import after_import
 
 _NODE = 8  # ranks a node, as far as LOCAL_WORLD_SIZE says
 _MEANINGLESS = "simulated world: rank {rank} of {world}, alone; losses, gradients and what is saved mean nothing"
+
+on_message: Optional[Callable[[str, Any], None]] = None
+"""Is told when something that only another rank knows has to be made up: what, and the tensor or list. May raise."""
 
 _libraries: List[Any] = []  # torch forgets what is registered in a library when the library dies
 _keeping = 0  # gathers leave their output as it is, while positive
@@ -235,8 +238,14 @@ def _barrier(_group: Any, *_: Any, **__: Any) -> Any:
 
 def _recv(_group: Any, tensors: Any, *_: Any, **__: Any) -> Any:
     for tensor in tensors:
+        _tell("numbers", tensor)
         tensor.data.zero_()
     return _Work.done(tensors)
+
+
+def _tell(what: str, place: Any) -> None:
+    if on_message is not None:
+        on_message(what, place)
 
 
 def _allgather(_group: Any, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
@@ -357,7 +366,7 @@ def _replace_functional(torch: Any, c10d: Any) -> None:
 
 
 def _replace_object_collectives(c10d: Any) -> None:
-    """The others' objects are ours."""
+    """The others' objects are ours; a list that would be filled keeps what it holds."""
 
     def all_gather_object(object_list: Any, obj: Any, *_: Any, **__: Any) -> None:
         object_list[:] = [obj] * len(object_list)
@@ -376,9 +385,21 @@ def _replace_object_collectives(c10d: Any) -> None:
     ) -> None:
         if scatter_object_input_list:
             scatter_object_output_list[0] = scatter_object_input_list[c10d.get_rank(group)]
+        else:
+            _tell("a shared object", scatter_object_output_list)
+
+    def broadcast_object_list(
+        object_list: Any, src: Any = None, group: Any = None, *_: Any, group_src: Any = None, **__: Any
+    ) -> None:
+        sender, own = (src or 0, c10d.get_rank()) if group_src is None else (group_src, c10d.get_rank(group))
+        if sender != own:
+            _tell("a shared object", object_list)
+
+    def recv_object_list(object_list: Any, *_: Any, **__: Any) -> None:
+        _tell("an object", object_list)
 
     def nothing(*_: Any, **__: Any) -> None:
-        """Lists keep what they hold; there is nobody to wait for."""
+        """There is nobody to wait for."""
 
     def barrier(_group: Any = None, async_op: bool = False, *_: Any, **__: Any) -> Any:
         return _Work.done() if async_op else None
@@ -387,9 +408,9 @@ def _replace_object_collectives(c10d: Any) -> None:
         ("all_gather_object", all_gather_object),
         ("gather_object", gather_object),
         ("scatter_object_list", scatter_object_list),
-        ("broadcast_object_list", nothing),
+        ("broadcast_object_list", broadcast_object_list),
         ("send_object_list", nothing),
-        ("recv_object_list", nothing),
+        ("recv_object_list", recv_object_list),
         ("monitored_barrier", nothing),
         ("barrier", barrier),
     ):
