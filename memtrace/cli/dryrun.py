@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memtrace import paths
-from memtrace.cli import diagnostics, dryrun_options
+from memtrace.cli import diagnostics, dryrun_again, dryrun_options
+from memtrace.cli.output import write_report
 from memtrace.cli.record import cannot_fail, exit_as, keep, meta
 from memtrace.units import format_bytes, plural
 
@@ -80,27 +81,27 @@ def _try(job: Job, command: Sequence[str], options: dict[str, Any]) -> int:
     from memtrace.cli import dryrun_trials as trials
 
     folder = _directory(command, options)
-    plan = trials.Plan(
-        argv=job.plan.command(job.ranks[0], job.world or 1, 0),
-        environ=job.plan.environ,
-        options=_repeated(job, options),
-        folder=folder,
-        jobs=options["jobs"],
-    )
+    every = trials.Trials(_again(job, options), folder, options["jobs"])
     is_search = options["max_gpu_memory"] is not None
-    found = (trials.largest if is_search else trials.run)(plan, options["tried"])
+    found = (trials.largest if is_search else trials.run)(every, options["tried"])
     trials.show(found)
     for sentence in trials.best(found) if is_search else ():
         diagnostics.note(sentence)
     diagnostics.note(trials.summary(found, folder))
     if options["report"] is not None:
         gpu = job.standin.gpu
-        trials.write_json(options["report"], found, {"gpu": gpu.name, "limit_bytes": gpu.capacity_bytes})
+        rows = trials.document(found)
+        write_report(options["report"], "dryrun", {"gpu": gpu.name, "limit_bytes": gpu.capacity_bytes, "trials": rows})
     return 0
 
 
+def _again(job: Job, options: dict[str, Any]) -> dryrun_again.Plan:
+    """The job with our own options, for a dry run within this one."""
+    argv = job.plan.command(job.ranks[0], job.world or 1, 0)
+    return dryrun_again.Plan(argv, job.plan.environ, _repeated(job, options))
+
+
 def _repeated(job: Job, options: dict[str, Any]) -> list[str]:
-    """Our own options for each trial."""
     gpu = job.standin.gpu
     words = ["--gpu-memory", str(gpu.capacity_bytes), "--sm", f"{gpu.capability / 10:.1f}"]
     words += [] if options["gpu"] is None else ["--gpu", options["gpu"]]
@@ -252,11 +253,19 @@ def _together(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def _finish(job: Job, settings: Settings, command: Sequence[str], outcome: Outcome, options: dict[str, Any]) -> None:
-    from memtrace.cli import dryrun_text
+    from memtrace.cli import dryrun_band, dryrun_text
 
     directory = Path(settings.directory)
     keep(settings, command, outcome)
     answer = dryrun_text.answer(directory, job.standin.gpu, has_failed=bool(outcome.code or outcome.signal))
     dryrun_text.report(answer, quiet=options["quiet"])
+    data = dryrun_text.document(answer)
+    if options["band"] and answer.fits is not None:
+        ends = dryrun_band.run(_again(job, options), answer.assumptions, directory)
+        for sentence in () if options["quiet"] else dryrun_band.sentences(ends, answer.ranks):
+            diagnostics.note(sentence)
+        data["band"] = dryrun_band.document(ends)
+    elif not options["quiet"] and dryrun_band.has_choices(answer.assumptions):
+        diagnostics.note("--band runs it again with the other end of what was chosen there")
     if options["report"] is not None:
-        dryrun_text.write_json(options["report"], answer)
+        write_report(options["report"], "dryrun", data)

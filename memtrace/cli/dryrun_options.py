@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memtrace.cli.options import PLACE, PLAIN, size
+from memtrace.cli.options import HISTORY, PLACE, PLAIN, ranks, size
 from memtrace.cli.record import seconds
 
 if TYPE_CHECKING:
@@ -17,16 +17,6 @@ if TYPE_CHECKING:
 
 DEFAULT_GPU = "H200"
 _DEFAULT_STEPS = 3
-
-
-def _ranks(_context: click.Context, _parameter: click.Parameter, value: str) -> str | tuple[int, ...]:
-    """`0,7` or `auto`."""
-    if value == "auto":
-        return value
-    words = value.split(",")
-    if not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):
-        raise click.BadParameter(f"{value!r} is no list of ranks; write 0,7 or auto.")
-    return tuple(sorted({int(word) for word in words}))
 
 
 def _capability(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
@@ -76,7 +66,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--rank",
             "ranks",
-            callback=_ranks,
+            callback=ranks("auto"),
             default="0",
             show_default=True,
             metavar="R,R",
@@ -110,20 +100,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="N",
             help="Let the gradients of the first N steps overflow, as fp16 does until it finds its scale.",
         ),
-        click.option(
-            "--stacks",
-            type=click.Choice(["python", "all"]),
-            default="python",
-            show_default=True,
-            help="all: C++ frames too.",
-        ),
-        click.option(
-            "--max-entries",
-            type=click.IntRange(min=1),
-            default=1_000_000,
-            show_default=True,
-            help="Events kept in each rank, the latest.",
-        ),
+        *HISTORY,
         click.option(
             "--try",
             "tried",
@@ -145,6 +122,12 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.IntRange(min=1),
             metavar="N",
             help="Trials at a time (default: as cores and memory allow).",
+        ),
+        click.option(
+            "--band",
+            is_flag=True,
+            help="Run again with the other end of what had to be chosen (work on other streams, workspaces of "
+            "convolutions), and print those peaks too.",
         ),
         click.option(
             "--beside-gpu", is_flag=True, help="Run so although this machine has a working GPU, which is left alone."

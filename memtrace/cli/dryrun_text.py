@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memtrace._version import __version__
 from memtrace.cli import diagnostics, record_text
 from memtrace.gpus import Gpu
 from memtrace.io.sidecar import natural
 from memtrace.units import format_bytes, plural
 
 _SHOWN = 12
-_WORST = ("refused", "unknown", "not-computed", "size", "benchmark", "backward", "mask", "convolution")
+_WORST = (
+    "refused",
+    "unknown",
+    "not-computed",
+    "size",
+    "benchmark",
+    "backward",
+    "mask",
+    "message",
+    "convolution",
+    "streams",
+)
 """Assumptions that may change the answer, the worst first."""
 _MANY = {
     "value": "small results of large tensors, guessed",
     "device": "what the stand-in device does not have",
 }
+_GUESSED = re.compile(r"guessed as ([0-9]+) bytes: (.*)")
 _NAMED = 5
 _OUT_OF_MEMORY = "OutOfMemory"
 
@@ -66,11 +77,12 @@ def report(found: Answer, *, quiet: bool) -> None:
     """On stderr."""
     if quiet:
         if not found.ranks:
-            diagnostics.note(record_text.NOBODY)
+            diagnostics.note(record_text.nobody(found.directory))
         return
     diagnostics.note(verdict(found))
     record_text.report(found.directory, with_moments=record_text.is_quick(found.directory), quiet=False)
-    _say_assumptions(found.assumptions)
+    if found.ranks:
+        _say_assumptions(found.assumptions)
 
 
 def verdict(found: Answer) -> str:
@@ -88,36 +100,28 @@ def verdict(found: Answer) -> str:
     return f"dry run: it fits on {gpu} with {format_bytes(found.room_bytes or 0)} to spare"
 
 
-def write_json(path: Path, found: Answer) -> None:
-    """The document of contract.md, `memtrace.dryrun/1`."""
-    document: dict[str, Any] = {
-        "schema": "memtrace.dryrun/1",
-        "memtrace": __version__,
-        "snapshot": None,
-        "data": {
-            "fits": found.fits,
-            "gpu": found.gpu.name,
-            "limit_bytes": found.gpu.capacity_bytes,
-            "room_bytes": found.room_bytes,
-            "directory": str(found.directory),
-            "ranks": [
-                {
-                    "rank": one.rank,
-                    "path": None if one.path is None else str(one.path),
-                    "allocated_peak_bytes": one.allocated,
-                    "reserved_peak_bytes": one.reserved,
-                    "outside_bytes": natural(_dry(one).get("outside_bytes")),
-                }
-                for one in found.ranks
-            ],
-            "assumptions": [
-                {"code": one.code, "text": one.text, "count": one.count, "where": one.where}
-                for one in found.assumptions
-            ],
-        },
-        "warnings": [],
+def document(found: Answer) -> dict[str, Any]:
+    """For JSON: the data of contract.md's `dryrun`."""
+    return {
+        "fits": found.fits,
+        "gpu": found.gpu.name,
+        "limit_bytes": found.gpu.capacity_bytes,
+        "room_bytes": found.room_bytes,
+        "directory": str(found.directory),
+        "ranks": [
+            {
+                "rank": one.rank,
+                "path": None if one.path is None else str(one.path),
+                "allocated_peak_bytes": one.allocated,
+                "reserved_peak_bytes": one.reserved,
+                "outside_bytes": natural(_dry(one).get("outside_bytes")),
+            }
+            for one in found.ranks
+        ],
+        "assumptions": [
+            {"code": one.code, "text": one.text, "count": one.count, "where": one.where} for one in found.assumptions
+        ],
     }
-    path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 
 def _say_assumptions(found: Sequence[Assumption]) -> None:
@@ -138,8 +142,13 @@ def _say_assumptions(found: Sequence[Assumption]) -> None:
 
 def _short(found: Sequence[Assumption]) -> Iterable[Assumption]:
     """Those that say little each, in one row."""
+    guessed = {one: match for one in found if one.code == "convolution" and (match := _GUESSED.search(one.text))}
+    if guessed:
+        largest = max(guessed.values(), key=lambda match: int(match[1]))
+        what = f"workspaces of {plural(len(guessed), 'shape')}, guessed; the largest {format_bytes(int(largest[1]))}"
+        yield Assumption("convolution", f"{what}: {largest[2]}", sum(one.count for one in guessed), None)
     for one in found:
-        if one.code not in _MANY:
+        if one.code not in _MANY and one not in guessed:
             yield one
     for code, what in _MANY.items():
         alike = [one for one in found if one.code == code]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,20 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 
 
+def ranks(*words: str) -> Callable[..., str | tuple[int, ...]]:
+    """Reads `0,7`, or one of `words`."""
+
+    def read(_context: click.Context, _parameter: click.Parameter, value: str) -> str | tuple[int, ...]:
+        if value in words:
+            return value
+        numbers = value.split(",")
+        if not all(re.fullmatch(r"[0-9]{1,9}", number) for number in numbers):
+            raise click.BadParameter(f"{value!r} is no list of ranks; write {' or '.join(['0,7', *words])}.")
+        return tuple(sorted({int(number) for number in numbers}))
+
+    return read
+
+
 def size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
     """Bytes, from `8GiB` or a number."""
     if value is None:
@@ -35,11 +50,28 @@ def size(_context: click.Context, _parameter: click.Parameter, value: str | None
         raise click.BadParameter(str(error)) from error
 
 
+HISTORY = (
+    click.option(
+        "--max-entries",
+        type=click.IntRange(min=1),
+        default=1_000_000,
+        show_default=True,
+        help="Events kept in each rank, the latest. Each takes about 1 kB of host memory and 150 bytes of disk.",
+    ),
+    click.option(
+        "--stacks",
+        type=click.Choice(["python", "all"]),
+        default="python",
+        show_default=True,
+        help="all: C++ frames too. Several kB an event, and a dump may take minutes.",
+    ),
+)
+"""Of commands that record: how much of what happened."""
 PLAIN = (
     click.option("--plain-paths", is_flag=True, help="Keep the command, its arguments and paths in the recording."),
     click.option("--plain-host", is_flag=True, help="Keep the host's name (default: a hash of it)."),
 )
-"""Of commands that record: what is kept as it is."""
+"""Likewise: what is kept as it is."""
 PLACE = (
     click.option("--name", metavar="NAME", help="The recording's name (default: the script's)."),
     click.option(

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memtrace._version import __version__
@@ -30,17 +31,27 @@ class Nested:
 def write_document(
     command: str, snapshot: Mapping[str, Any] | None, data: Mapping[str, Any], warnings: Iterable[Any]
 ) -> None:
-    """The one JSON document of a command (contract.md, Every JSON document)."""
-    document: dict[str, Any] = {
+    """The one JSON document of a command (contract.md, Every JSON document), on stdout."""
+    for fragment in _encode(_document(command, snapshot, data, warnings)):
+        sys.stdout.write(fragment)
+    sys.stdout.write("\n")
+
+
+def write_report(path: Path, command: str, data: Mapping[str, Any]) -> None:
+    """The same as a file, for a command whose stdout is somebody else's. Raises OSError."""
+    path.write_text(json.dumps(_document(command, None, data, ()), indent=1) + "\n", "utf-8")
+
+
+def _document(
+    command: str, snapshot: Mapping[str, Any] | None, data: Mapping[str, Any], warnings: Iterable[Any]
+) -> dict[str, Any]:
+    return {
         "schema": f"memtrace.{command}/1",
         "memtrace": __version__,
         "snapshot": snapshot,
         "data": data,
         "warnings": [{"code": notice.code, "message": notice.message} for notice in warnings],
     }
-    for fragment in _encode(document):
-        sys.stdout.write(fragment)
-    sys.stdout.write("\n")
 
 
 def _encode(value: Any) -> Iterator[str]:

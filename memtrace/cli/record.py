@@ -17,7 +17,7 @@ import click
 
 from memtrace import paths
 from memtrace.cli import diagnostics
-from memtrace.cli.options import PLACE, PLAIN
+from memtrace.cli.options import HISTORY, PLACE, PLAIN, ranks
 
 if TYPE_CHECKING:
     from memtrace.record.inside.settings import Settings
@@ -70,16 +70,6 @@ def seconds(_context: click.Context, _parameter: click.Parameter, value: str | N
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def _which_ranks(_context: click.Context, _parameter: click.Parameter, value: str) -> str | tuple[int, ...]:
-    """`0,7`, `all` or `auto`."""
-    if value in ("all", "auto"):
-        return value
-    words = value.split(",")
-    if not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):
-        raise click.BadParameter(f"{value!r} is no list of ranks; write 0,7, all or auto.")
-    return tuple(sorted({int(word) for word in words}))
-
-
 def _occasions(_context: click.Context, _parameter: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
     """When to dump: exit, oom and signal unless some of these are named; peak and signal:NAME come on top."""
     named = list(dict.fromkeys(word for value in values for word in value.split(",")))
@@ -99,20 +89,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Everything but the command to run."""
     count, step = click.IntRange(min=1), click.IntRange(min=0)
     options = (
-        click.option(
-            "--max-entries",
-            type=count,
-            default=1_000_000,
-            show_default=True,
-            help="Events kept in each rank, the latest. Each takes about 1 kB of host memory and 150 bytes of disk.",
-        ),
-        click.option(
-            "--stacks",
-            type=click.Choice(["python", "all"]),
-            default="python",
-            show_default=True,
-            help="all: C++ frames too. Several kB an event, and a dump may take minutes.",
-        ),
+        *HISTORY,
         click.option(
             "--single-thread-backward/--threaded-backward",
             "single_thread_backward",
@@ -138,7 +115,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--duration", callback=seconds, metavar="TIME", help="Stop recording after 90s, 5m or 1h."),
         click.option(
             "--ranks",
-            callback=_which_ranks,
+            callback=ranks("all", "auto"),
             default="auto",
             show_default=True,
             metavar="RANKS",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from memtrace.units import format_bytes, plural
 SHOWN = 16
 _QUICK_BYTES = 200_000_000
 _NEXT = ("blame --peak", "oom", "advise", "tui", "ranks", "verify")
-NOBODY = (
+_NOBODY = (
     "no process of the command reported: none imported torch, or the recorder could not come in (python -I, -E or -S, "
     "a container or another machine that does not get the environment)"
 )
@@ -87,7 +88,7 @@ def report(directory: Path, *, with_moments: bool, quiet: bool) -> None:
     found = ranks_in(directory)
     recorded = [one for one in found if one.path is not None]
     if not found:
-        diagnostics.note(NOBODY)
+        diagnostics.note(nobody(directory))
     elif recorded and not quiet:
         diagnostics.note(_headline(directory, recorded))
         _table(recorded, _moments(recorded) if with_moments else {})
@@ -97,6 +98,15 @@ def report(directory: Path, *, with_moments: bool, quiet: bool) -> None:
             _say_oom(one)
     if recorded and not quiet:
         _say_next(directory, has_oom=any(_oom_of(one) for one in recorded))
+
+
+def nobody(directory: Path) -> str:
+    """Why no rank left anything, as far as that can be told."""
+    number = natural(read_json(directory / "meta.json").get("signal"))
+    if number is None:
+        return _NOBODY
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return f"the command was ended by {name}, which leaves no time to write anything: there is no recording"
 
 
 def _headline(directory: Path, recorded: Sequence[Rank]) -> str:

@@ -49,7 +49,7 @@ class Values:
         self._torch, self._guesses = torch, guesses
         self._stack, self._tree = modes._get_current_dispatch_mode_stack, torch.utils._pytree
         self._plain = (torch.Tensor, torch.nn.Parameter)
-        self._wait = getattr(getattr(torch.ops, _COLLECTIVES).wait_tensor, "default", None)
+        self._wait: Any = getattr(getattr(torch.ops, _COLLECTIVES).wait_tensor, "default", None)
         self._random = torch.Generator().manual_seed(1)
         self._random_state = self._random.get_state()
         self.sizes = sizes
