@@ -1,7 +1,7 @@
 """How exact `memtrace dryrun` is: what was recorded on a real GPU, dry-run, and held against torch's counters there.
 
     python bench/dryrun_truths.py --python ENVIRONMENT/bin/python [--deepspeed FOLDER ...] [--only 'gpt2-*,oom']
-                                  [--jobs 2] [--output TABLE.md] [--command TEMPLATE]
+                                  [--jobs 2] [--output TABLE.md] [--figures FILE.json] [--command TEMPLATE]
 
 ENVIRONMENT has the versions of the recordings (fixtures/MANIFEST.toml: torch 2.11, transformers, peft, accelerate,
 DeepSpeed). Rows of another DeepSpeed need `--deepspeed FOLDER`, made by
@@ -397,6 +397,13 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return [line for text in lines for line in (text, "")][:-1]
 
 
+def figures(row: Row) -> dict[str, Any]:
+    """What another run of the same job, under the same versions, has to have again."""
+    timeless = [{key: value for key, value in mark.items() if key != "time_us"} for mark in row.ours.get("marks") or ()]
+    peaks = {f"{what}_peak_bytes": peak(row.ours, what) for what in PEAKS}
+    return {**peaks, "events": row.events and row.events[0], "oom": row.ours.get("oom"), "marks": timeless}
+
+
 def main() -> None:
     """Prints the table; writes it to --output after every job, so that what was done is kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -406,6 +413,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="at the same time; each takes up to 2 GB")
     parser.add_argument("--limit", type=float, default=600, help="seconds a job may take")
     parser.add_argument("--output", type=Path, help="file for the table, in Markdown")
+    parser.add_argument("--figures", type=Path, help="file for what was found, in JSON (tests/dryrun/figures.json)")
     parser.add_argument("--keep", type=Path, help="new folder for what the jobs wrote: truth, recording, log")
     parser.add_argument("--command", default=COMMAND, metavar="TEMPLATE", help="default: %(default)s")
     options = parser.parse_args()
@@ -453,6 +461,9 @@ def main() -> None:
                 if not options.keep:
                     shutil.rmtree(folder / row.job.name, ignore_errors=True)
     print(text, end="")
+    if options.figures:
+        found = {name: figures(row) for name, row in sorted(rows.items()) if not row.wrong}
+        options.figures.write_text(json.dumps({"versions": own, "jobs": found}, indent=1) + "\n")
     if any(row.wrong for row in rows.values()):
         raise SystemExit(1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import os
 import shlex
 import subprocess
@@ -10,17 +10,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import standin
 
 from memtrace.dryrun import unwrap
 from memtrace.dryrun.command import Plan, interpreter, plan
 from memtrace.errors import DryRunError
 from memtrace.record.launch import CommandError
 
-PYTHON = sys.executable
+PYTHON = standin.PYTHON or sys.executable
+"""Whose launchers are asked: those of the environment with a CUDA build of torch, if there is one."""
+
+
+@functools.cache
+def has(module: str) -> bool:
+    asked = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([PYTHON, "-c", asked], check=False).returncode == 0
 
 
 def needs(module: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs {module}")
+    return pytest.mark.skipif(not has(module), reason=f"needs {module}")
 
 
 def script(path: Path, text: str, mode: int = 0o755) -> str:
@@ -312,7 +320,7 @@ def accelerate(options: str, environ: dict[str, str]) -> Plan:
 @needs("accelerate")
 @pytest.mark.slow
 def test_accelerate_with_deepspeed(environ: dict[str, str]) -> None:
-    if importlib.util.find_spec("deepspeed") is None:
+    if not has("deepspeed"):
         pytest.skip("needs deepspeed")
     options = "--num_processes 8 --use_deepspeed --deepspeed_config_file ds.json --mixed_precision bf16"
     found = accelerate(f"{options} a.py --num_processes 3", environ)

@@ -76,6 +76,16 @@ def test_stacks_are_the_programs(tmp_path: Path) -> None:
     assert "_ops.py" not in innermost
 
 
+def test_a_snapshot_that_the_program_takes_is_its_own_too(tmp_path: Path) -> None:
+    run = dryrun(tmp_path, mlp(steps=2, end='torch.cuda.memory._dump_snapshot("own.pickle")'), "--steps", "0")
+    assert run.code == 0, run.err
+    with (tmp_path / "own.pickle").open("rb") as file:
+        own = pickle.load(file)
+    frames = [frame for event in own["device_traces"][0] for frame in event["frames"]]
+    assert frames
+    assert [frame for frame in frames if "memtrace_inside/dryrun" in frame["filename"]] == []
+
+
 def test_a_script_that_does_not_fit(tmp_path: Path) -> None:
     script = """
 import torch
