@@ -54,3 +54,37 @@ for rows in (512, 4096):
 """,
     )
     assert (run.code, run.out.splitlines()) == (0, ["out of memory True", "True"] * 2)
+
+
+def test_subclasses_with_and_without_a_say_in_every_operator(tmp_path: Path) -> None:
+    """bitsandbytes has parameters of the first kind (its own class, memory as ever), DTensor tensors of the second."""
+    run = dryrun(
+        tmp_path,
+        """
+import torch
+
+class Quantized(torch.nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+class Wrapper(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+    def __init__(self, inner):
+        self.inner = inner
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        inner = lambda one: one.inner if isinstance(one, Wrapper) else one
+        return Wrapper(func(*torch.utils._pytree.tree_map(inner, args), **(kwargs or {})))
+
+p = Quantized(torch.tensor([1.0, 2.0]), requires_grad=False)
+q = p.detach().contiguous().cuda()
+print((q * 2).tolist(), type(p.data).__name__)
+w = Wrapper(torch.tensor([3, 4], device="cuda"))
+print((w + 1).inner.tolist(), (w + w).inner.tolist())
+""",
+    )
+    assert (run.code, run.out.splitlines()) == (0, ["[2.0, 4.0] Tensor", "[4, 5] [6, 8]"]), run.err

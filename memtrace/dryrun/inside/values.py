@@ -48,7 +48,7 @@ class Values:
         modes = torch.utils._python_dispatch
         self._torch, self._guesses = torch, guesses
         self._stack, self._tree = modes._get_current_dispatch_mode_stack, torch.utils._pytree
-        self._plain = (torch.Tensor, torch.nn.Parameter)
+        self._dispatches_nothing = torch.Tensor.__torch_dispatch__
         self._wait: Any = getattr(getattr(torch.ops, _COLLECTIVES).wait_tensor, "default", None)
         self._random = torch.Generator().manual_seed(1)
         self._random_state = self._random.get_state()
@@ -64,7 +64,7 @@ class Values:
         """One operator, as torch's dispatcher hands it on."""
         if self._stack():  # someone else's mode (fake tensors, tracing) is at work below
             return func(*args, **kwargs)
-        if any(one not in self._plain for one in types):  # subclasses first take themselves apart
+        if not all(map(self._is_plain, types)):  # such subclasses first take themselves apart
             return NotImplemented
         if func.is_view:  # first, as there may be thousands: ZeRO-3 takes one for each rank
             return func(*args, **kwargs)
@@ -86,6 +86,10 @@ class Values:
         if self.overflows is not None:
             self.overflows.saw(name, args, self)
         return result
+
+    def _is_plain(self, kind: Any) -> bool:
+        """Whether tensors of this class are memory, and no wrapper around others that has a say in every operator."""
+        return bool(kind.__torch_dispatch__ is self._dispatches_nothing)
 
     def failed(self, error: Exception) -> None:
         """An operator raised it. Outside of backward nobody asks, and it would keep alive what its traceback does."""
@@ -176,7 +180,7 @@ class Values:
     ) -> None:
         """Gives the small outputs their values."""
         outputs = _tensors(self._torch, result)
-        if any(type(one) not in self._plain for one in outputs):  # it has no memory of its own (DTensor's waiting ones)
+        if not all(self._is_plain(type(one)) for one in outputs):  # without memory of its own (DTensor's waiting ones)
             return
         if not outputs:
             if are_small and func._schema.is_mutable and tensors and all(one.is_cuda for one in tensors):
