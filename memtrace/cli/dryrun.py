@@ -141,7 +141,8 @@ def _prepare(command: Sequence[str], options: dict[str, Any]) -> Job:
         torch, cache / "standin",
         lambda: diagnostics.note(f"compiling the stand-in device for torch {torch.version} (once, some 15 s)"),
     )  # fmt: skip
-    return Job(planned, launch.Standin(library, gpu, library.parent / "kernels"), world, ranks)
+    standin = launch.Standin(library, gpu, library.parent / "kernels", build.dnn_spans(torch))
+    return Job(planned, standin, world, ranks)
 
 
 def _gpu(name: str | None, memory: int | None, capability: int | None) -> Gpu:

@@ -41,6 +41,9 @@ _EXPORTS = """{
 };
 """
 
+_DNN_PARTS = ("graph", "ops", "engines_runtime_compiled", "engines_precompiled", "heuristic")
+"""The libraries that cuDNN 9 loads for graphs."""
+
 _QUESTION = """
 import importlib.util, sys
 found = importlib.util.find_spec("torch")
@@ -75,6 +78,19 @@ def find_torch(python: str) -> Torch:
             hint="The wheels of torch bring them (nvidia-cuda-runtime, nvidia-cudnn); a toolkit is found by $CUDA_HOME",
         )
     return Torch(python=python, root=root, version=version, cuda=cuda, includes=includes)
+
+
+def dnn_spans(torch: Torch) -> tuple[int, ...]:
+    """Bytes of address space that each part of this torch's cuDNN would take; empty where they are not found.
+
+    The stand-in takes cuDNN's place, and none of them is loaded; where device memory lies depends on what else does.
+    """
+    for folder in torch.includes:
+        found = [next(iter(sorted((folder.parent / "lib").glob(f"libcudnn_{part}.so*"))), None) for part in _DNN_PARTS]
+        if all(found):
+            with contextlib.suppress(OSError, ValueError):
+                return tuple(elf.span(path) for path in found if path)
+    return ()
 
 
 def library(torch: Torch, cache: Path, on_build: Callable[[], None]) -> Path:

@@ -1,4 +1,4 @@
-"""Reads the names in an ELF file's symbol tables: what a library imports, what an object file defines."""
+"""Reads ELF files: names that a library imports or an object file defines, and the room it takes when loaded."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _SYMBOLS = 2  # section types
 _DYNAMIC_SYMBOLS = 11
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
+_PROGRAM = struct.Struct("<IIQQQQQQ")
+_LOADED = 1  # a program header's type
+_PAGE = 4096
 _WANTED = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 
 
@@ -21,6 +25,26 @@ class Names:
 
     imported: frozenset[str]
     defined: frozenset[str]
+
+
+def span(path: Path) -> int:
+    """Bytes of address space that a library takes: from the first page that is loaded to the last.
+
+    ValueError: not such a file, or damaged.
+    """
+    with path.open("rb") as file:
+        try:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                offset, size, count = (_header(data)[index] for index in (5, 9, 10))
+                programs = [_PROGRAM.unpack_from(data, offset + size * index) for index in range(count)]
+        except struct.error as error:
+            raise ValueError(f"{path}: damaged") from error
+    loaded = [(program[3], program[3] + program[6]) for program in programs if program[0] == _LOADED]
+    if not loaded:
+        raise ValueError(f"{path}: nothing of it is loaded")
+    first = min(begin for begin, _ in loaded)
+    last: int = max(end for _, end in loaded)
+    return int(-(-last // _PAGE) - first // _PAGE) * _PAGE
 
 
 def names(path: Path) -> Names:
@@ -36,10 +60,14 @@ def names(path: Path) -> Names:
             raise ValueError(f"{path}: damaged") from error
 
 
-def _names(data: mmap.mmap) -> Names:
+def _header(data: mmap.mmap) -> tuple[Any, ...]:
     if data[:6] != _WANTED:
         raise ValueError("not a 64-bit little-endian ELF file")
-    header = _HEADER.unpack_from(data, 0)
+    return _HEADER.unpack_from(data, 0)
+
+
+def _names(data: mmap.mmap) -> Names:
+    header = _header(data)
     offset, size, count = header[6], header[11], header[12]
     sections = [_SECTION.unpack_from(data, offset + size * index) for index in range(count)]
     tables = [section for section in sections if section[1] == _DYNAMIC_SYMBOLS]

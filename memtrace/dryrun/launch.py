@@ -22,11 +22,15 @@ _HIDING = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED
 
 @dataclass(frozen=True, slots=True)
 class Standin:
-    """The compiled library, the GPU it is to be, and where kernels compiled for it are kept: away from real ones."""
+    """The compiled library, the GPU it is to be, and where kernels compiled for it are kept: away from real ones.
+
+    `dnn_spans`: address space of the libraries in whose place it comes, each in bytes.
+    """
 
     library: Path
     gpu: Gpu
     kernels: Path
+    dnn_spans: tuple[int, ...] = ()
 
 
 def working_gpu() -> str | None:
@@ -75,6 +79,7 @@ def environment(
             "MEMTRACE_GPU_SM": str(standin.gpu.capability),
             "MEMTRACE_GPU_SMS": str(standin.gpu.processors),
             "MEMTRACE_GPU_COUNT": str(devices),
+            "MEMTRACE_GPU_DNN_SPANS": ",".join(map(str, standin.dnn_spans)),
         }
     )
     return found

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -163,10 +164,11 @@ def test_names_of_a_library_and_of_an_object(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"GROUP ( libtorch.so )", b"\x7fELF\x02\x01" + bytes(20), b"", b"\x7fELF\x01\x01" + bytes(99)]
 )
-def test_what_is_no_library(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("read", [elf.names, elf.span])
+def test_what_is_no_library(tmp_path: Path, content: bytes, read: Callable[[Path], object]) -> None:
     (tmp_path / "x.so").write_bytes(content)
-    with pytest.raises(ValueError, match=r"ELF|damaged|empty"):
-        elf.names(tmp_path / "x.so")
+    with pytest.raises(ValueError, match=r"ELF|damaged|empty|nothing of it"):
+        read(tmp_path / "x.so")
 
 
 @pytest.mark.parametrize(
@@ -208,3 +210,28 @@ def test_all_device_sources_are_in_the_wheel() -> None:
     folders = {path.parent.relative_to(build.SOURCES) for path in build._sources()}
     assert folders == {Path(), Path("crt")}  # pyproject.toml names these two
     assert all(os.fspath(path).isascii() for path in build._sources())
+
+
+def test_a_library_takes_as_much_room_as_the_loader_gives_it() -> None:
+    import _ctypes  # whose file is mapped now
+
+    path = Path(_ctypes.__file__)
+    ends = [
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line
+    ]
+    mapped = max(int(end, 16) for _, end in ends) - min(int(begin, 16) for begin, _ in ends)
+    assert mapped <= elf.span(path) <= mapped + (1 << 16)  # data that is zero has no page of the file
+
+
+def test_room_of_cudnn_is_that_of_its_libraries_or_not_known(site: Path) -> None:
+    import _ctypes
+
+    folder = site / "nvidia" / "cu13" / "lib"
+    folder.mkdir()
+    found = build.find_torch(sys.executable)
+    for part in build._DNN_PARTS:
+        assert build.dnn_spans(found) == ()
+        (folder / f"libcudnn_{part}.so.9").write_bytes(Path(_ctypes.__file__).read_bytes())
+    assert build.dnn_spans(found) == (elf.span(Path(_ctypes.__file__)),) * len(build._DNN_PARTS)
+    (folder / "libcudnn_ops.so.9").write_bytes(b"damaged")
+    assert build.dnn_spans(found) == ()

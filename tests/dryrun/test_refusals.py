@@ -84,13 +84,14 @@ def test_a_working_gpu_is_not_shadowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_environment_of_a_rank() -> None:
-    standin = launch.Standin(Path("/c/libcuda.so.1"), find("A100-40"), Path("/c/kernels"))
+    standin = launch.Standin(Path("/c/libcuda.so.1"), find("A100-40"), Path("/c/kernels"), (4096, 8192))
     given = {"LD_PRELOAD": "/lib/theirs.so", "CUDA_VISIBLE_DEVICES": "", "HOME": "/h"}
     found = launch.environment(standin, given, world=8, rank=3, devices=8)
     assert found["LD_PRELOAD"] == "/c/libcuda.so.1:/lib/theirs.so"
     assert "CUDA_VISIBLE_DEVICES" not in found
     assert (found["RANK"], found["WORLD_SIZE"], found["HOME"]) == ("3", "8", "/h")
     assert (found["MEMTRACE_GPU_SM"], found["MEMTRACE_GPU_COUNT"]) == ("80", "8")
+    assert found["MEMTRACE_GPU_DNN_SPANS"] == "4096,8192"
     assert given["LD_PRELOAD"] == "/lib/theirs.so"
 
 

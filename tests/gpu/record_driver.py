@@ -199,8 +199,9 @@ def standin(python: str) -> dict[str, str]:
     from memtrace.dryrun import build, launch
     from memtrace.paths import cache_directory
 
-    library = build.library(build.find_torch(python), (cache_directory() or Path()) / "standin", lambda: None)
-    device = launch.Standin(library, gpus.find("H200"), library.parent / "kernels")
+    torch = build.find_torch(python)
+    library = build.library(torch, (cache_directory() or Path()) / "standin", lambda: None)
+    device = launch.Standin(library, gpus.find("H200"), library.parent / "kernels", build.dnn_spans(torch))
     return launch.environment(device, {}, world=None, rank=0, devices=1)
 
 

@@ -11,6 +11,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <list>
 #include <map>
 #include <utility>
@@ -44,6 +45,7 @@ struct Device {
   size_t outside = 0;  // beside the context
   char* local_memory = nullptr;
   bool has_kernels = false;
+  bool has_dnn = false;
   int streams = 0;
   bool entered = false;
 };
@@ -153,6 +155,18 @@ void enlarge_local_memory(int device) {
   give_back(device, slab, slab->used.find(0));
   reserve_addresses(kLargerLocalMemory, kUnit, false);
   state.outside += kLargerLocalMemory - kLocalMemory;
+}
+
+// A process with a real cuDNN loads some 380 MiB of libraries at its first handle, below which later slabs come. With
+// them left out, one of eight jobs had other addresses than on the H200 in every run, with them in none.
+void reserve_libraries() {
+  const char* spans = std::getenv("MEMTRACE_GPU_DNN_SPANS");
+  char* end = nullptr;
+  for (const char* at = spans; at && *at; at = *end ? end + 1 : end) {
+    const size_t bytes = std::strtoull(at, &end, 10);
+    if (end == at) return;
+    reserve_addresses(bytes, kPage, false);
+  }
 }
 
 thread_local int selected = 0;
@@ -296,7 +310,10 @@ void take_outside(Outside what) {
       hold_outside(device, blas_bytes());
       hold_outside(device, code_bytes());
       break;
-    case Outside::dnn_handle: hold_outside(device, dnn_bytes()); break;
+    case Outside::dnn_handle:
+      if (!std::exchange(state.has_dnn, true)) reserve_libraries();
+      hold_outside(device, dnn_bytes());
+      break;
   }
 }
 
