@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from standin import dryrun, needs_standin
+from standin import PYTHON, dryrun, needs_standin
 
 from memtrace.cli import dryrun_band, dryrun_text
 from memtrace.cli.dryrun_again import Result
@@ -118,3 +120,31 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert "the command was ended by SIGKILL" in run.err
     assert "no process of the command reported" not in run.err
     assert run.report["fits"] is None
+
+
+@needs_standin
+@pytest.mark.slow
+def test_an_extension_with_a_runtime_of_its_own_is_named(tmp_path: Path) -> None:
+    site = Path(PYTHON).parent.parent / "lib"
+    runtime = next(iter(site.glob("python*/site-packages/nvidia/*/lib/libcudart_static.a")), None)
+    if runtime is None or shutil.which("g++") is None:
+        pytest.skip("needs g++ and libcudart_static.a")
+    source, library = tmp_path / "own.cpp", tmp_path / "libown.so"
+    source.write_text(
+        'extern "C" int cudaMalloc(void**, unsigned long);\n'
+        'extern "C" int take() { void* p; return cudaMalloc(&p, 4096); }\n'
+    )
+    hidden = ["-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL"]
+    command = ["g++", "-shared", "-fPIC", *hidden, "-o", library, source, runtime, "-lpthread", "-ldl", "-lrt"]
+    subprocess.run(command, check=True)
+    run = dryrun(
+        tmp_path,
+        f"""
+import ctypes, torch
+x = torch.ones(8, device="cuda")
+print(ctypes.CDLL({str(library)!r}).take() != 0)
+""",
+    )
+    assert (run.code, run.out) == (0, "True\n"), run.err
+    (text,) = [row["text"] for row in run.report["assumptions"] if row["code"] == "refused"]
+    assert text.startswith("libown.so has a CUDA runtime of its own linked in")

@@ -3,8 +3,11 @@
 
 #include "facts.h"
 
+#include <dlfcn.h>
+
 #include <cstdio>
 #include <cstring>
+#include <string>
 #include <vector>
 
 using namespace standin;
@@ -59,6 +62,15 @@ CUresult result_of(Outcome outcome) {
   return CUDA_ERROR_INVALID_VALUE;
 }
 
+// Only a vendor's runtime asks for tables that are not documented, and only one that is linked into something gets here.
+void say_who_asks(void* caller) {
+  Dl_info found;
+  const char* path = dladdr(caller, &found) && found.dli_fname ? found.dli_fname : "a library";
+  const char* slash = std::strrchr(path, '/');
+  note((std::string(slash ? slash + 1 : path) + " has a CUDA runtime of its own linked in, which is not answered: what it "
+        "does on a GPU fails").c_str());
+}
+
 CUresult copied(void* to, const void* from, size_t bytes) {
   copy(to, from, bytes);
   return CUDA_SUCCESS;
@@ -83,6 +95,7 @@ MEMTRACE_API CUresult cuGetErrorName(CUresult error, const char** name) {
 }
 MEMTRACE_API CUresult cuGetProcAddress(const char* name, void** function, int, cuuint64_t,
                                        CUdriverProcAddressQueryResult* result) {
+  if (std::strcmp(name, "cuGetExportTable") == 0) say_who_asks(__builtin_return_address(0));
   *function = driver_function(name);
   if (result) *result = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
   return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;

@@ -151,7 +151,7 @@ void* driver_function(const char* name) {
     const std::string full = std::string(name) + version;
     if (void* found = dlsym(own_library(), full.c_str())) return found;
   }
-  if (!is_optional(name)) note((std::string("driver function not offered: ") + name).c_str());
+  if (*name && !is_optional(name)) note((std::string("driver function not offered: ") + name).c_str());
   return nullptr;
 }
 

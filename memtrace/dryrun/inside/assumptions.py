@@ -14,6 +14,7 @@ _DEVICE = (  # the beginning of the device's note, its code
     ("elapsed time", "time"),
     ("kernel's registers", "kernels"),
 )
+_UNANSWERED = "which is not answered: what it does on a GPU fails"
 _THIRD_PARTY = ("flash_attn", "apex", "bitsandbytes", "xformers", "transformer_engine", "causal_conv1d", "mamba_ssm")
 
 
@@ -49,6 +50,8 @@ def _of_the_run(run: Any) -> List[Any]:
 
 
 def _code(text: str) -> str:
+    if text.endswith(_UNANSWERED):
+        return "refused"
     return next((code for beginning, code in _DEVICE if text.startswith(beginning)), "device")
 
 
