@@ -69,7 +69,7 @@ def command(command: tuple[str, ...], **options: Any) -> int:
     settings = _settings(directory, job, options)
     if not options["quiet"]:
         _announce(job, directory)
-    outcomes = _run_all(job, settings, command)
+    outcomes = _run_all(job, settings, command, quiet=options["quiet"])
     outcome = _together(outcomes)
     with cannot_fail("the recording is as the ranks left it"):
         _finish(job, settings, command, outcome, options)
@@ -85,14 +85,15 @@ def _try(job: Job, command: Sequence[str], options: dict[str, Any]) -> int:
     is_search = options["max_gpu_memory"] is not None
     found = (trials.largest if is_search else trials.run)(every, options["tried"])
     trials.show(found)
-    for sentence in trials.best(found) if is_search else ():
+    for sentence in trials.best(found, trials.searched(options["tried"])) if is_search else ():
         diagnostics.note(sentence)
-    diagnostics.note(trials.summary(found, folder))
+    for sentence in trials.summary(found, folder):
+        diagnostics.note(sentence)
     if options["report"] is not None:
         gpu = job.standin.gpu
         rows = trials.document(found)
         write_report(options["report"], "dryrun", {"gpu": gpu.name, "limit_bytes": gpu.capacity_bytes, "trials": rows})
-    return 0
+    return int(all(one.result.fits is None for one in found))
 
 
 def _again(job: Job, options: dict[str, Any]) -> dryrun_again.Plan:
@@ -120,6 +121,7 @@ def _prepare(command: Sequence[str], options: dict[str, Any]) -> Job:
     """Raises what speaks against a dry run, before anything is written."""
     from memtrace.dryrun import build, launch
     from memtrace.dryrun.command import plan
+    from memtrace.dryrun.unwrap import UNCOUNTED
     from memtrace.errors import DryRunError
 
     if not options["beside_gpu"]:
@@ -127,8 +129,11 @@ def _prepare(command: Sequence[str], options: dict[str, Any]) -> Job:
     gpu = _gpu(options["gpu"], options["gpu_memory"], options["sm"])
     planned = plan(command, launch.current())
     for text in planned.notes:
-        diagnostics.note(text)
-    world = options["world"] or planned.world
+        if UNCOUNTED not in text:
+            diagnostics.note(text)
+        elif options["world"] is None:
+            diagnostics.note(f"{text}. It is run as with one; --world N says how many ranks the job has")
+    world = options["world"] or planned.world or (1 if planned.ranked else None)
     ranks = _chosen(options["ranks"], world)
     cache = paths.cache_directory()
     if cache is None:
@@ -152,7 +157,7 @@ def _gpu(name: str | None, memory: int | None, capability: int | None) -> Gpu:
     if memory is not None:
         found = replace(found, capacity_bytes=memory)
         if name is None:
-            found = replace(found, name=f"a GPU of {format_bytes(memory)}", is_measured=False)
+            found = replace(found, name="a GPU", is_measured=False)
     if capability is not None and capability != found.capability:
         found = replace(found, capability=capability, is_measured=False)
     return found
@@ -222,7 +227,7 @@ def _announce(job: Job, directory: Path) -> None:
     )
 
 
-def _run_all(job: Job, settings: Settings, command: Sequence[str]) -> list[Outcome]:
+def _run_all(job: Job, settings: Settings, command: Sequence[str], *, quiet: bool) -> list[Outcome]:
     """Rank after rank; one that fails does not keep the others from running, a signal does."""
     from memtrace.dryrun import launch
     from memtrace.record import layout
@@ -232,6 +237,8 @@ def _run_all(job: Job, settings: Settings, command: Sequence[str]) -> list[Outco
     layout.write_meta(directory, meta(settings, command, None))
     outcomes: list[Outcome] = []
     for rank in job.ranks:
+        if len(job.ranks) > 1 and not quiet:
+            diagnostics.note(f"rank {rank} of {job.world}:")
         environ = launch.environment(
             job.standin, {**launch.current(), **job.plan.environ}, world=job.world, rank=rank, devices=job.devices
         )

@@ -115,7 +115,8 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--max-gpu-memory",
             callback=size,
             metavar="SIZE",
-            help="With --try micro_batch=1..64: find the largest that fits into so much, by bisection.",
+            help="With --try micro_batch=1..64, or another KEY=FIRST..LAST: find the largest number that fits into "
+            "so much, by bisection.",
         ),
         click.option(
             "--jobs",

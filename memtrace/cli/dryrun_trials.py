@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import resource
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from memtrace.cli import diagnostics, dryrun_again
 from memtrace.cli.output import Column, Page
 from memtrace.dryrun import trials
 from memtrace.errors import DryRunError
+from memtrace.text import printable
 from memtrace.units import format_bytes, plural
 
 _MEMORY_SHARE = 0.8
@@ -55,23 +57,30 @@ def run(of: Trials, axes: Sequence[trials.Axis]) -> list[Trial]:
 
 
 def largest(of: Trials, axes: Sequence[trials.Axis]) -> list[Trial]:
-    """For each combination of the other keys, the largest micro-batch that fits, by bisection: all that were run."""
-    batches = next((one for one in axes if one.key == trials.MICRO_BATCH), None)
-    if batches is None or not batches.is_range:
-        raise DryRunError(
-            "--max-gpu-memory looks for the largest micro-batch that fits, and was not told among which",
-            hint="Say so: --try micro_batch=1..64",
-        )
+    """For each combination of the other keys, the largest number that fits, by bisection: all that were run."""
+    numbers_of = searched(axes)
     found: list[Trial] = []
     numbers = itertools.count()
-    for others in trials.grid([one for one in axes if one is not batches]):
-        search = trials.bisection(int(batches.values[0]), int(batches.values[-1]))
+    for others in trials.grid([one for one in axes if one is not numbers_of]):
+        search = trials.bisection(int(numbers_of.values[0]), int(numbers_of.values[-1]))
 
-        def ask(batch: int, others: Mapping[str, str] = others) -> Trial:
-            return _one(of, next(numbers), {**others, trials.MICRO_BATCH: str(batch)})
+        def ask(number: int, others: Mapping[str, str] = others) -> Trial:
+            return _one(of, next(numbers), {**others, numbers_of.key: str(number)})
 
         found += _searched(search, ask)
     return found
+
+
+def searched(axes: Sequence[trials.Axis]) -> trials.Axis:
+    """The range of which the largest number is looked for: the micro-batch's, else the only one."""
+    ranges = [one for one in axes if one.is_range]
+    named = [one for one in ranges if one.key == trials.MICRO_BATCH] or ranges
+    if len(named) != 1:
+        raise DryRunError(
+            "--max-gpu-memory looks for the largest number that fits, and was not told of which range",
+            hint="Say so: --try micro_batch=1..64, or with an option of the script: --try --batch-size=1..64",
+        )
+    return named[0]
 
 
 def show(found: Sequence[Trial], *, color: str = "auto") -> None:
@@ -84,9 +93,9 @@ def show(found: Sequence[Trial], *, color: str = "auto") -> None:
         [
             *one.values.values(),
             {True: "yes", False: "no", None: "failed"}[one.result.fits],
-            _bytes(one.result.allocated),
-            _bytes(one.result.reserved),
-            _bytes(one.result.room),
+            _peak(one, one.result.allocated),
+            _peak(one, one.result.reserved),
+            "" if one.result.room is None else format_bytes(one.result.room),
             one.holds,
             f"{one.result.seconds:.0f}",
         ]
@@ -95,24 +104,27 @@ def show(found: Sequence[Trial], *, color: str = "auto") -> None:
     Page(color).table(columns, rows)
     for one in found:
         if one.result.fits is None:
-            diagnostics.note(f"failed, see {paths.shown(one.folder / dryrun_again.OUTPUT)}")
+            said = printable(dryrun_again.last_line(one.folder))
+            diagnostics.note(f"failed, see {paths.shown(one.folder / dryrun_again.OUTPUT)}: {said}")
 
 
-def best(found: Sequence[Trial]) -> Iterator[str]:
+def best(found: Sequence[Trial], axis: trials.Axis) -> Iterator[str]:
     """A sentence for each combination of the other keys."""
+    what = "micro-batch" if axis.key == trials.MICRO_BATCH else axis.key
     groups: dict[tuple[tuple[str, str], ...], list[Trial]] = {}
     for one in found:
-        key = tuple((key, value) for key, value in one.values.items() if key != trials.MICRO_BATCH)
+        key = tuple((key, value) for key, value in one.values.items() if key != axis.key)
         groups.setdefault(key, []).append(one)
     for key, group in groups.items():
         where = "".join(f", {name}={value}" for name, value in key)
-        fitting = [int(one.values[trials.MICRO_BATCH]) for one in group if one.result.fits]
+        fitting = [int(one.values[axis.key]) for one in group if one.result.fits]
         if fitting:
-            yield f"largest micro-batch that fits: {max(fitting)}{where}"
+            end = ", the last of the range: larger ones may fit too" if max(fitting) == int(axis.values[-1]) else ""
+            yield f"largest {what} that fits: {max(fitting)}{where}{end}"
         elif any(one.result.fits is None for one in group):
-            yield f"no micro-batch was seen to fit: the job failed{where}"
+            yield f"no {what} was seen to fit: the job failed{where}"
         else:
-            yield f"not even the smallest micro-batch fits{where}"
+            yield f"not even the smallest {what} fits{where}"
 
 
 def document(found: Sequence[Trial]) -> list[dict[str, Any]]:
@@ -148,7 +160,8 @@ def _one(of: Trials, number: int, values: Mapping[str, str]) -> Trial:
     changed = trials.change(of.plan.argv, of.plan.environ, values, folder)
     if changed.config is not None:
         changed.config[0].write_text(changed.config[1], "utf-8")
-    result = dryrun_again.run(of.plan, folder, changed.argv, changed.environ)
+    name = " ".join(f"{key.rpartition('.')[2].lstrip('-')}={value}" for key, value in values.items())
+    result = dryrun_again.run(of.plan, folder, argv=changed.argv, environ=changed.environ, name=name)
     return Trial(values, folder, result, _holds(result.recordings[0]) if result.recordings else "")
 
 
@@ -175,11 +188,18 @@ def _available() -> int:
     return 0
 
 
-def _bytes(size: int | None) -> str:
-    return "" if size is None else format_bytes(size)
+def _peak(one: Trial, size: int | None) -> str:
+    """What did not fit got that far, and wanted more."""
+    if size is None:
+        return ""
+    return f"> {format_bytes(size)}" if one.result.fits is False else format_bytes(size)
 
 
-def summary(found: Sequence[Trial], folder: Path) -> str:
-    """How many fit, and where everything is."""
-    fitting = sum(one.result.fits is True for one in found)
-    return f"{fitting} of {plural(len(found), 'trial')} fit; each is in {paths.shown(folder)}"
+def summary(found: Sequence[Trial], folder: Path) -> Iterator[str]:
+    """How many fit, where everything is, and what to do next."""
+    fitting = [one for one in found if one.result.fits]
+    yield f"{len(fitting)} of {plural(len(found), 'trial')} fit; each is in {paths.shown(folder)}"
+    recorded = [one for one in fitting or found if one.result.recordings]
+    if recorded:
+        largest_peak = max(recorded, key=lambda one: one.result.reserved or 0)
+        yield f"next:  memtrace blame --peak {shlex.quote(str(paths.shown(largest_peak.folder)))}"

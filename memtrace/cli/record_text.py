@@ -22,8 +22,8 @@ SHOWN = 16
 _QUICK_BYTES = 200_000_000
 _NEXT = ("blame --peak", "oom", "advise", "tui", "ranks", "verify")
 _NOBODY = (
-    "no process of the command reported: none imported torch, or the recorder could not come in (python -I, -E or -S, "
-    "a container or another machine that does not get the environment)"
+    "no process of the command reported: none got as far as torch, or the recorder could not come in (python -I, -E or "
+    "-S, a container or another machine that does not get the environment)"
 )
 
 
@@ -102,9 +102,10 @@ def report(directory: Path, *, with_moments: bool, quiet: bool) -> None:
 
 def nobody(directory: Path) -> str:
     """Why no rank left anything, as far as that can be told."""
-    number = natural(read_json(directory / "meta.json").get("signal"))
+    meta = read_json(directory / "meta.json")
+    number, code = natural(meta.get("signal")), natural(meta.get("exit_code"))
     if number is None:
-        return _NOBODY
+        return f"the command failed (exit code {code}) and left no recording; {_NOBODY}" if code else _NOBODY
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return f"the command was ended by {name}, which leaves no time to write anything: there is no recording"
 

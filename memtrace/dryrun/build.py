@@ -146,7 +146,11 @@ def _ask(python: str) -> tuple[Path, Path]:
         last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
         raise DryRunError(f"{python} cannot be asked where torch is: {last}")
     if not said.get("torch"):
-        raise DryRunError(f"{python} has no torch", hint=_CUDA_WHEELS)
+        raise DryRunError(
+            f"{python} has no torch",
+            hint="If the job's environment is another one, name its Python (memtrace dryrun -- ENVIRONMENT/bin/python "
+            f"train.py), or put its bin first in $PATH. {_CUDA_WHEELS}",
+        )
     return Path(said["torch"]).parent, Path(said["prefix"])
 
 

@@ -132,7 +132,7 @@ def _changed_config(
                 content.pop(other, None)
     target = folder / source.name
     for option in _CONFIG_OPTIONS:
-        if _find(words, option) is not None:
+        if _named_config(words, option) is not None:
             _set_option(words, option, str(target))
     if _CONFIG_VARIABLE in environ:
         added[_CONFIG_VARIABLE] = str(target)
@@ -151,13 +151,15 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _config_of(words: Sequence[str], environ: Mapping[str, str]) -> str | None:
     """The DeepSpeed configuration file that the command names."""
-    for option in _CONFIG_OPTIONS:
-        at = _find(words, option)
-        if at is not None:
-            value = _value(words, at)
-            if value is not None and value.endswith(".json"):
-                return value
-    return environ.get(_CONFIG_VARIABLE)
+    named = (_named_config(words, option) for option in _CONFIG_OPTIONS)
+    return next((value for value in named if value is not None), None) or environ.get(_CONFIG_VARIABLE)
+
+
+def _named_config(words: Sequence[str], option: str) -> str | None:
+    """The file that an option names: `--deepspeed` may also be a switch before other options."""
+    at = _find(words, option)
+    value = None if at is None else _value(words, at)
+    return value if value is not None and value.endswith(".json") else None
 
 
 def _find(words: Sequence[str], option: str) -> int | None:

@@ -39,6 +39,10 @@ _BY_SSH = "pdsh"  # DeepSpeed's only launcher of many nodes that starts its own 
 _PORT = "29500"
 
 
+UNCOUNTED = "would count the GPUs"
+"""In a note: nothing says how many ranks there are."""
+
+
 class Unwrapped(NamedTuple):
     """What the launcher would start. Counts are None where it would count GPUs."""
 
@@ -114,7 +118,7 @@ def _elastic(run: Any, args: Any, known: Mapping[str, str], before: Mapping[str,
     elif asked == "cpu":
         per_node = int(run.determine_local_world_size(asked))
     elif asked in ("auto", "gpu", "xpu"):
-        notes.append(f"torchrun would count the GPUs (--nproc-per-node {asked})")
+        notes.append(f"torchrun {UNCOUNTED} (--nproc-per-node {asked})")
     if per_node is not None or notes:
         args.nproc_per_node = str(per_node or 2)  # of several it matters only that there are
     for name, value in (("log_dir", None), ("redirects", "0"), ("tee", "0"), ("logs_specs", None)):
@@ -225,7 +229,7 @@ def _deepspeed_hosts(runner: Any, args: Any, before: Mapping[str, str], notes: l
         elif args.include and named:
             pool = {"localhost": max(named) + 1}
         else:
-            notes.append("deepspeed would count the GPUs: there is neither --num_gpus nor a hostfile")
+            notes.append(f"deepspeed {UNCOUNTED}: there is neither --num_gpus nor a hostfile")
             return {}
     hosts = dict(runner.parse_inclusion_exclusion(pool, args.include, args.exclude))
     if args.num_nodes > 0:
@@ -281,7 +285,7 @@ def _accelerate(options: list[str], before: Mapping[str, str]) -> Unwrapped:
         command, env = prepare.prepare_simple_launcher_cmd_env(args)
         found = Unwrapped(list(command), _changed(env, known), {}, 1, 1, [])
     if uncounted:
-        note = "accelerate would count the GPUs: there is neither --num_processes nor a configuration file"
+        note = f"accelerate {UNCOUNTED}: there is neither --num_processes nor a configuration file"
         return found._replace(world=None, local_world=None, notes=[*found.notes, note])
     return found
 

@@ -332,13 +332,62 @@ def test_a_grid(tmp_path: Path, config: Path) -> None:
     assert json.loads(config.read_text()) == CONFIG
 
 
-def test_the_largest_batch(tmp_path: Path, config: Path) -> None:
-    run = launched(tmp_path, config, "--steps", "1", "--max-gpu-memory", "2GiB", "--try", "micro_batch=1..900")
+SEARCHED = """
+import sys, torch
+batch = int(sys.argv[1].partition("=")[2])
+layer = torch.nn.Linear(1024, 1024).cuda()
+kept = torch.empty(batch, 4 << 20, device="cuda")
+layer(torch.randn(batch, 1024, device="cuda")).sum().backward()
+"""
+
+
+def test_the_largest_number_of_a_range(tmp_path: Path) -> None:
+    script = tmp_path / "search.py"
+    script.write_text(SEARCHED)
+    run = dryrun(tmp_path, "--batch=7", "--max-gpu-memory", "2GiB", "--try", "--batch=1..900",
+                 launcher=(PYTHON, str(script)))  # fmt: skip
     assert run.code == 0, run.err
-    fitting = {int(one["values"]["micro_batch"]): one["fits"] for one in run.report["trials"]}
+    fitting = {int(one["values"]["--batch"]): one["fits"] for one in run.report["trials"]}
     best = max(batch for batch, fits in fitting.items() if fits)
     assert fitting[best + 1] is False
-    assert f"largest micro-batch that fits: {best}" in run.err
+    # MiB: outside torch as on an H200; the layer's segment, a workspace of cuBLAS on each of two threads, small blocks.
+    assert 16 * best <= 2048 - 751 - (20 + 2 * 32 + 2) < 16 * (best + 1)
+    assert f"largest --batch that fits: {best}\n" in run.err
+    assert f"next:  memtrace blame --peak {tmp_path.name}/rec/try-" in run.err.replace(str(tmp_path.parent) + "/", "")
+    failed = [row for row in run.out.splitlines() if row.split()[:2] == [str(best + 1), "no"]]
+    assert "> " in failed[0]
+
+
+def test_a_range_that_fits_to_its_end_and_one_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "search.py").write_text(SEARCHED)
+    run = dryrun(tmp_path, "--batch=7", "--max-gpu-memory", "8GiB", "--try", "--batch=1..2",
+                 launcher=(PYTHON, str(tmp_path / "search.py")))  # fmt: skip
+    assert (run.code, "largest --batch that fits: 2, the last of the range: larger ones may fit" in run.err) == (
+        0,
+        True,
+    )
+    folder = tmp_path / "failing"
+    folder.mkdir()
+    run = dryrun(folder, "--batch=7", "--try", "--no-such=1,2", launcher=(PYTHON, "-c", "raise ValueError('no such')"))
+    assert run.code == 1
+    assert [one["fits"] for one in run.report["trials"]] == [None, None]
+    assert [one["allocated_peak_bytes"] for one in run.report["trials"]] == [None, None]
+    assert run.err.count("ValueError: no such") == 2
+
+
+def test_a_launcher_that_would_count_gpus_is_run_as_one_rank(tmp_path: Path, config: Path) -> None:
+    script = deepspeed_job(tmp_path, config)
+    run = dryrun(tmp_path, "ds.json", "--steps", "1", launcher=("deepspeed", script, "--deepspeed_config"))
+    assert run.code == 0, run.err
+    assert "deepspeed would count the GPUs" in run.err
+    assert "--world N says how many ranks the job has" in run.err
+    assert run.sidecar()["world"] == 1
+
+
+def test_each_of_several_ranks_is_announced(tmp_path: Path) -> None:
+    run = dryrun(tmp_path, mlp(steps=1), "--world", "8", "--rank", "auto")
+    assert run.code == 0, run.err
+    assert run.err.index("rank 0 of 8:") < run.err.index("rank 7 of 8:")
 
 
 def test_a_script_with_its_own_process_group(tmp_path: Path) -> None:

@@ -105,3 +105,12 @@ def test_bisection_finds_the_largest_that_fits(high: int) -> None:
         assert len(asked) == len(set(asked)), (limit, asked)
         assert max((one for one in asked if one <= limit), default=0) == min(limit, high)
         assert len(asked) <= 2 * high.bit_length() + 1
+
+
+def test_deepspeed_as_a_switch_before_its_configuration(config: Path) -> None:
+    """As most scripts are called: `--deepspeed` has no value there, and the next word is an option of its own."""
+    argv, content = changed(
+        config, "t.py", "--deepspeed", "--deepspeed_config", str(config), zero_optimization__stage="3"
+    )
+    assert argv == ["t.py", "--deepspeed", "--deepspeed_config", str(config.parent / "trial" / "ds.json")]
+    assert content["zero_optimization"] == {"stage": 3}
