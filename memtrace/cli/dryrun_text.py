@@ -21,8 +21,10 @@ _WORST = (
     "unknown",
     "not-computed",
     "size",
+    "host",
     "benchmark",
     "backward",
+    "integer",
     "mask",
     "message",
     "convolution",
@@ -175,6 +177,9 @@ def _assumptions(ranks: Iterable[record_text.Rank]) -> tuple[Assumption, ...]:
 def _room(one: record_text.Rank, gpu: Gpu) -> int | None:
     if one.reserved is None:
         return None
+    measured = _dry(one).get("room_bytes")
+    if isinstance(measured, int) and not isinstance(measured, bool):
+        return measured
     return gpu.capacity_bytes - one.reserved - (natural(_dry(one).get("outside_bytes")) or 0)
 
 

@@ -49,7 +49,15 @@ class Rank:
 
     def _stat(self, name: str) -> int | None:
         stats = self.sidecar.get("stats")
-        return natural(stats.get(name)) if isinstance(stats, dict) else None
+        size = natural(stats.get(name)) if isinstance(stats, dict) else None
+        before = self._before_reset(name.partition("_")[0])
+        return size if before is None else max(size or 0, before)
+
+    def _before_reset(self, what: str) -> int | None:
+        """What torch counted before the program had its peaks forgotten; a dry run keeps that."""
+        dry = self.sidecar.get("dryrun")
+        peaks = dry.get("peaks_before_reset") if isinstance(dry, dict) else None
+        return natural(peaks.get(what)) if isinstance(peaks, dict) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ struct Slab {
 struct Device {
   std::list<Slab> slabs;  // newest first
   size_t used = 0;
+  size_t most = 0;  // used and outside, at any time
   size_t outside = 0;  // beside the context
   char* local_memory = nullptr;
   bool has_kernels = false;
@@ -142,8 +143,14 @@ void give_back(int device, std::list<Slab>::iterator slab, Spans::iterator use) 
   join_hole(*slab, offset, bytes);
 }
 
+void grew(int device) {
+  Device& state = device_state(device);
+  state.most = std::max(state.most, state.used + state.outside);
+}
+
 void hold_outside(int device, size_t bytes) {
   device_state(device).outside += bytes;
+  grew(device);
   place(device, bytes);
 }
 
@@ -155,6 +162,7 @@ void enlarge_local_memory(int device) {
   give_back(device, slab, slab->used.find(0));
   reserve_addresses(kLargerLocalMemory, kUnit, false);
   state.outside += kLargerLocalMemory - kLocalMemory;
+  grew(device);
 }
 
 // A process with a real cuDNN loads some 380 MiB of libraries at its first handle, below which later slabs come. With
@@ -275,11 +283,23 @@ size_t free_bytes(int device) {
   return taken < total_bytes() ? total_bytes() - taken : 0;
 }
 
+long long least_room() {
+  Guard guard(mutex());
+  auto room = static_cast<long long>(total_bytes());
+  for (int device = 0; device < gpu_count(); ++device) {
+    const Device& state = device_state(device);
+    if (!state.entered) continue;
+    room = std::min(room, static_cast<long long>(total_bytes()) - static_cast<long long>(context_bytes() + state.most));
+  }
+  return room;
+}
+
 bool claim(int device, size_t bytes) {
   Guard guard(mutex());
   enter(device);
   if (bytes > free_bytes(device)) return false;
   device_state(device).used += bytes;
+  grew(device);
   return true;
 }
 
@@ -298,6 +318,7 @@ void take_outside(Outside what) {
       if (std::exchange(state.has_kernels, true)) break;
       place_in_new_slab(device, code_bytes(), kCodeSlab);
       state.outside += code_bytes();
+      grew(device);
       break;
     case Outside::local_memory: enlarge_local_memory(device); break;
     case Outside::stream: {
@@ -328,6 +349,7 @@ Outcome allocate(int device, size_t bytes, void** result) {
   *result = place(device, bytes);
   if (!*result) return Outcome::out_of_memory;
   device_state(device).used += bytes;
+  grew(device);
   return Outcome::ok;
 }
 

@@ -91,3 +91,5 @@ MEMTRACE_API unsigned long long memtrace_reserved_bytes(int device) {
 }
 
 MEMTRACE_API unsigned long long memtrace_outside_bytes() { return outside_bytes(current_device()); }
+
+MEMTRACE_API long long memtrace_least_room() { return least_room(); }

@@ -35,6 +35,7 @@ bool is_entered(int device);
 Outcome allocate(int device, size_t bytes, void** result);
 Outcome release(void* pointer);                   // null is fine
 size_t free_bytes(int device);
+long long least_room();                           // what the fullest device had left when it was fullest
 size_t used_bytes(int device);                    // by allocate() and claim()
 size_t outside_bytes(int device);                 // by the driver and the vendor's libraries
 bool claim(int device, size_t bytes);             // memory of the virtual memory API: has no address of its own

@@ -25,6 +25,7 @@ class Device:
         self._library.memtrace_report.restype = ctypes.c_char_p
         self._library.memtrace_answer.argtypes = (ctypes.c_longlong, ctypes.c_int)
         self._library.memtrace_outside_bytes.restype = ctypes.c_ulonglong
+        self._library.memtrace_least_room.restype = ctypes.c_longlong
 
     def answer(self, value: int, size: int) -> None:
         """The next copy of `size` bytes from the device reads `value`."""
@@ -46,6 +47,11 @@ class Device:
     def outside_bytes(self) -> int:
         """What the context and the libraries take of the device's memory."""
         return int(self._library.memtrace_outside_bytes())
+
+    @property
+    def room_bytes(self) -> int:
+        """What the fullest device had left when it was fullest, whatever became of torch's counters."""
+        return int(self._library.memtrace_least_room())
 
     def answered(self) -> Answered:
         """So far."""

@@ -8,6 +8,7 @@ from .guesses import Guesses
 
 _FEW = 256
 """Integers up to which a message is taken for sizes, not for data: as many as DeepSpeed's pipeline sends of them."""
+_MADE_UP = {"numbers": "zeros", "a broadcast": "this rank's own numbers", "gathered objects": "this rank's own"}
 _REFUSAL = (
     "this rank waits for {what} from another one, and a dry run has no other: what it allocates next may depend on it. "
     "The first stage of a pipeline can be run (--rank 0), or the job recorded for real (memtrace record)"
@@ -24,7 +25,9 @@ def install(world: Any, guesses: Guesses) -> None:
     def received(what: str, place: Any) -> None:
         if what == "an object" or (what == "numbers" and _may_be_sizes(place)):
             raise MessageError(_REFUSAL.format(what=what))
-        made_up = "zeros" if what == "numbers" else "what the list held before"
+        if what == "a broadcast" and not _may_be_sizes(place):  # weights
+            return
+        made_up = _MADE_UP.get(what, "what the list held before")
         guesses.add("message", f"{what} from another rank: {made_up}", with_site=True)
 
     world.on_message = received

@@ -12,6 +12,7 @@ from . import assumptions, frames, libraries, messages, worlds
 from .device import Device
 from .guesses import Guesses
 from .overflows import Overflows
+from .peaks import Peaks
 from .sizes import Sizes
 from .values import Presence, Values
 
@@ -40,6 +41,7 @@ class DryRun:
         self.device = Device()
         self.values = Values(self._torch, self.guesses)
         self.presence = Presence(self._torch, self.values, self.device)
+        self._peaks = Peaks(self._torch)
         self.is_mode_hidden = self.device.can_hide_mode
 
     def begin(self) -> None:
@@ -55,6 +57,7 @@ class DryRun:
             worlds.follow_the_script(self._services.world)
         libraries.install(self)
         frames.install(torch)
+        self._peaks.install()
         if not self.is_mode_hidden:
             libraries.leave_backward_alone(torch, self.presence)
         self.presence.enter()
@@ -82,6 +85,8 @@ class DryRun:
             "gpu": self.options.gpu,
             "limit_bytes": self.options.limit_bytes,
             "outside_bytes": self.device.outside_bytes,
+            "room_bytes": self.device.room_bytes,
+            "peaks_before_reset": self._peaks.before_reset,
             "stopped_after": self.stopped_after,
             "seconds": round(time.monotonic() - self._began, 3),
             "assumptions": self._assumptions(),

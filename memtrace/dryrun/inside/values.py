@@ -12,13 +12,27 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import sys
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
+from . import hosts
 from .guesses import Guesses
 
-_FLOATS, _INTEGERS = 1 << 16, 1 << 20
+_FLOATS, _INTEGERS = 1 << 16, 1 << 24
 """Bytes up to which a tensor is small, by what it holds."""
 _LARGE_ON_HOST = 1 << 20
+_FILLED_ON_HOST = 4 << 30
+"""Bytes that the program's own lines may fill in all; many are models, and would not have room."""
+_MAKERS = tuple(
+    os.sep + os.path.join(*place) + os.sep
+    for place in (
+        ("torch", "nn"), ("torch", "optim"), ("torch", "distributed"), ("deepspeed",), ("transformers",),
+        ("accelerate",), ("peft",), ("diffusers",), ("timm",), ("lightning",),
+    )
+)  # fmt: skip
+"""Where models are made and moved: what they fill is weights, whose values nobody decides by."""
+_MAKER_FRAMES = 12
 
 _FILLS = {"normal_", "uniform_", "zero_", "fill_", "trunc_normal_", "log_normal_", "exponential_"}
 _FACTORIES = {"zeros", "ones", "rand", "randn"}
@@ -54,6 +68,7 @@ class Values:
         self._random_state = self._random.get_state()
         self.sizes = sizes
         self.overflows: Optional[Any] = None
+        self._filled = 0
         self._numbers_of_mask = 0
         """Address of what the last operator made of a mask, if it did and the numbers are not small."""
         self.backwards = 0
@@ -70,7 +85,7 @@ class Values:
             return func(*args, **kwargs)
         name = func._overloadpacket.__name__
         if self._is_idle_on_host(name, args, kwargs):
-            return self._idle(name, func, args, kwargs)
+            return self._large_on_host(name, func, args, kwargs)
         if name in _UNREAD:
             return func(*args, **kwargs)
         if name in _ATTENTION:
@@ -165,6 +180,24 @@ class Values:
             return self._torch.device(kwargs.get("device") or "cpu").type == "cpu" and bool(dtype.is_floating_point)
         return True
 
+    def _large_on_host(self, name: str, func: Any, args: Any, kwargs: Dict[str, Any]) -> Any:
+        """Weights are left as they are, zeros cost nothing, and what else the program fills it may decide by."""
+        if _makes_weights():
+            self._guesses.add("weights", "large weights on the host are not filled")
+            return self._idle(name, func, args, kwargs)
+        if name in ("zero_", "zeros"):
+            result = self._idle(name, func, args, kwargs)
+            if result.is_contiguous():
+                hosts.clear(result.data_ptr(), result.numel() * result.element_size())
+                return result
+            return func(*args, **kwargs)
+        if self._filled < _FILLED_ON_HOST:
+            result = func(*args, **kwargs)
+            self._filled += result.numel() * result.element_size()
+            return result
+        self._guesses.add("host", "large tensors on the host are not filled", with_site=True)
+        return self._idle(name, func, args, kwargs)
+
     def _idle(self, name: str, func: Any, args: Any, kwargs: Dict[str, Any]) -> Any:
         torch = self._torch
         if name in _FACTORIES:
@@ -190,7 +223,7 @@ class Values:
             return
         if name in ("copy_", "_to_copy") and not all(one.is_cuda for one in tensors):
             return  # the copy itself was made
-        some = [one for one in outputs if self.is_small(one)]
+        some = [one for one in outputs if self.is_small(one) and one.layout is self._torch.strided]
         if not some:
             return
         in_place = any(one is other for one in tensors for other in outputs)
@@ -231,7 +264,10 @@ class Values:
         else:
             alias.fill_(1 if name in _TRUE or (is_float and name != "any") else 0)
         kind = "a number" if output.numel() == 1 else "a vector"
-        self._guesses.add("value", f"{name} of large tensors, {kind}")
+        if is_float or output.dtype is self._torch.bool:
+            self._guesses.add("value", f"{name} of large tensors, {kind}")
+        else:  # by a count or an index, unlike by a loss, sizes are decided
+            self._guesses.add("integer", f"{name} of large tensors taken as 0", with_site=True)
 
 
 class Presence:
@@ -283,6 +319,18 @@ class Presence:
                 yield
         finally:
             self._device.hide_mode(True)
+
+
+def _makes_weights() -> bool:
+    """Whether the innermost frames that are not torch's dispatcher or ours are those of a library that makes models."""
+    frame: Any = sys._getframe(2)
+    for _ in range(_MAKER_FRAMES):
+        if frame is None:
+            return False
+        if any(place in frame.f_code.co_filename for place in _MAKERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _tensors(torch: Any, result: Any) -> List[Any]:

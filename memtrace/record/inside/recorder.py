@@ -21,6 +21,9 @@ from .roots import Roots
 from .signals import Signals
 from .torch_hooks import TorchHooks
 
+_LAST_TRIES = 3
+"""Of the dump at the end: as often may somebody press Ctrl-C."""
+
 RECORDER: Optional[Recorder] = None
 
 
@@ -167,12 +170,31 @@ class Recorder:
             return
         reason = "exit" if getattr(sys, "last_type", None) is None else "exception"
         if self.state == "recording":
-            self.signals.finish()
-            if "exit" in self.settings.on and not self._ended_by_oom():
-                self.dump(reason)
+            self._last_dump(reason)
         elif self._is_rank():
             self.describe_only(reason)
         self.stop()
+
+    def _last_dump(self, reason: str) -> None:
+        """The job's handlers of signals may raise into it (Ctrl-C). The file is owed all the same, and the watcher has
+        to be done with the one that it began for the signal: the interpreter ends when we are back."""
+        raised: Optional[BaseException] = None
+        is_written = "exit" not in self.settings.on
+        for _ in range(_LAST_TRIES):
+            try:
+                self.signals.finish()
+                if not is_written and not self._ended_by_oom():
+                    self.dump(reason)
+                is_written = True
+                self.signals.silence()
+                self.signals.finish()
+                break
+            except Exception:  # ours
+                raise
+            except BaseException as error:  # noqa: BLE001 - the job's, and handed on when we are done
+                raised = error
+        if raised is not None:
+            raise raised
 
     def _ended_by_oom(self) -> bool:
         """An OOM ended the job: the snapshot of that moment is the one to keep."""

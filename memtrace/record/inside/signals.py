@@ -86,6 +86,11 @@ class Signals:
         if self._watcher is not None:
             self._watcher.finish(on_main=_is_main() and os.getpid() == self._pid)
 
+    def silence(self) -> None:
+        """No signal is dumped for any more; what they do, they do."""
+        if self._watcher is not None:
+            self._watcher.silence()
+
     def dumping(self, *, here: bool) -> None:
         """Said when the calling thread begins and ends a dump itself: our handler must not wait for one meanwhile."""
         me = threading.get_ident()

@@ -232,6 +232,14 @@ def _allreduce(_group: Any, tensors: Any, *_: Any, **__: Any) -> Any:
     return _Work.done(_flat(tensors))
 
 
+def _broadcast(group: Any, tensors: Any, options: Any = None, *_: Any, **__: Any) -> Any:
+    """The sender's values are ours."""
+    if getattr(options, "rootRank", 0) != group.rank():
+        for tensor in _flat(tensors):
+            _tell("a broadcast", tensor)
+    return _Work.done(_flat(tensors))
+
+
 def _barrier(_group: Any, *_: Any, **__: Any) -> Any:
     return _Work.done()
 
@@ -299,7 +307,7 @@ def _alltoall(_group: Any, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any
 _METHODS: Dict[str, Callable[..., Any]] = {
     "allreduce": _allreduce,
     "allreduce_coalesced": _allreduce,
-    "broadcast": _allreduce,
+    "broadcast": _broadcast,
     "reduce": _allreduce,
     "send": _allreduce,
     "recv": _recv,
@@ -369,10 +377,12 @@ def _replace_object_collectives(c10d: Any) -> None:
     """The others' objects are ours; a list that would be filled keeps what it holds."""
 
     def all_gather_object(object_list: Any, obj: Any, *_: Any, **__: Any) -> None:
+        _tell("gathered objects", object_list)
         object_list[:] = [obj] * len(object_list)
 
     def gather_object(obj: Any, object_gather_list: Any = None, *_: Any, **__: Any) -> None:
         if object_gather_list is not None:
+            _tell("gathered objects", object_gather_list)
             object_gather_list[:] = [obj] * len(object_gather_list)
 
     def scatter_object_list(
