@@ -5,6 +5,7 @@ As with `record`, stdout and the exit code are the job's; what is ours goes to s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from memtrace.cli.record import cannot_fail, exit_as, keep, meta
 from memtrace.units import format_bytes, plural
 
 if TYPE_CHECKING:
+    from memtrace.cli.dryrun_text import Answer
     from memtrace.dryrun.command import Plan
     from memtrace.dryrun.launch import Standin
     from memtrace.gpus import Gpu
@@ -62,6 +64,10 @@ def command(command: tuple[str, ...], **options: Any) -> int:
         raise click.UsageError("there is no command to run; memtrace dryrun -- python train.py")
     if options["max_gpu_memory"] is not None:
         options["gpu_memory"] = options["max_gpu_memory"]
+    if options["band"] and (options["tried"] or options["max_gpu_memory"] is not None):
+        raise click.UsageError("--band is for one run, not for trials.")
+    if options["report"] is not None and not _can_write(options["report"]):
+        raise click.UsageError(f"--report: {options['report']} cannot be written.")
     job = _prepare(command, options)
     if options["tried"] or options["max_gpu_memory"] is not None:
         return _try(job, command, options)
@@ -72,8 +78,14 @@ def command(command: tuple[str, ...], **options: Any) -> int:
     outcomes = _run_all(job, settings, command, quiet=options["quiet"])
     outcome = _together(outcomes)
     with cannot_fail("the recording is as the ranks left it"):
-        _finish(job, settings, command, outcome, options)
+        answer = _finish(job, settings, command, outcome, options)
+        if options["band"] and answer.fits is not None:
+            _band(job, answer, options)
     return exit_as(outcome)
+
+
+def _can_write(path: Path) -> bool:
+    return os.access(path, os.W_OK) if path.exists() else os.access(path.parent, os.W_OK)
 
 
 def _try(job: Job, command: Sequence[str], options: dict[str, Any]) -> int:
@@ -83,7 +95,8 @@ def _try(job: Job, command: Sequence[str], options: dict[str, Any]) -> int:
     folder = _directory(command, options)
     every = trials.Trials(_again(job, options), folder, options["jobs"])
     is_search = options["max_gpu_memory"] is not None
-    found = (trials.largest if is_search else trials.run)(every, options["tried"])
+    with dryrun_again.ended_with_us():
+        found = (trials.largest if is_search else trials.run)(every, options["tried"])
     trials.show(found)
     for sentence in trials.best(found, trials.searched(options["tried"])) if is_search else ():
         diagnostics.note(sentence)
@@ -107,6 +120,7 @@ def _repeated(job: Job, options: dict[str, Any]) -> list[str]:
     words = ["--gpu-memory", str(gpu.capacity_bytes), "--sm", f"{gpu.capability / 10:.1f}"]
     words += [] if options["gpu"] is None else ["--gpu", options["gpu"]]
     words += [] if job.world is None else ["--world", str(job.world)]
+    words += [] if job.plan.local_world is None else ["--local-world", str(job.plan.local_world)]
     words += ["--rank", ",".join(map(str, job.ranks)), "--steps", str(options["steps"])]
     words += ["--overflow-first", str(options["overflow_first"]), "--stacks", options["stacks"]]
     words += ["--max-entries", str(options["max_entries"])]
@@ -128,6 +142,8 @@ def _prepare(command: Sequence[str], options: dict[str, Any]) -> Job:
         launch.refuse_a_working_gpu()
     gpu = _gpu(options["gpu"], options["gpu_memory"], options["sm"])
     planned = plan(command, launch.current())
+    if options["local_world"] is not None:
+        planned = replace(planned, local_world=options["local_world"])
     for text in planned.notes:
         if UNCOUNTED not in text:
             diagnostics.note(text)
@@ -260,20 +276,28 @@ def _together(outcomes: Sequence[Outcome]) -> Outcome:
     return replace(worst, started_us=outcomes[0].started_us, ended_us=outcomes[-1].ended_us)
 
 
-def _finish(job: Job, settings: Settings, command: Sequence[str], outcome: Outcome, options: dict[str, Any]) -> None:
+def _finish(job: Job, settings: Settings, command: Sequence[str], outcome: Outcome, options: dict[str, Any]) -> Answer:
     from memtrace.cli import dryrun_band, dryrun_text
 
     directory = Path(settings.directory)
     keep(settings, command, outcome)
     answer = dryrun_text.answer(directory, job.standin.gpu, has_failed=bool(outcome.code or outcome.signal))
     dryrun_text.report(answer, quiet=options["quiet"])
-    data = dryrun_text.document(answer)
-    if options["band"] and answer.fits is not None:
-        ends = dryrun_band.run(_again(job, options), answer.assumptions, directory)
-        for sentence in () if options["quiet"] else dryrun_band.sentences(ends, answer.ranks):
-            diagnostics.note(sentence)
-        data["band"] = dryrun_band.document(ends)
-    elif not options["quiet"] and dryrun_band.has_choices(answer.assumptions):
-        diagnostics.note("--band runs it again with the other end of what was chosen there")
     if options["report"] is not None:
+        write_report(options["report"], "dryrun", dryrun_text.document(answer))
+    if not (options["band"] or options["quiet"]) and dryrun_band.has_choices(answer.assumptions):
+        diagnostics.note("--band runs it again with the other end of what was chosen there")
+    return answer
+
+
+def _band(job: Job, answer: Answer, options: dict[str, Any]) -> None:
+    """The other ends, said and added to the report."""
+    from memtrace.cli import dryrun_band, dryrun_text
+
+    with dryrun_again.ended_with_us():
+        ends = dryrun_band.run(_again(job, options), answer.assumptions, answer.directory)
+    for sentence in () if options["quiet"] else dryrun_band.sentences(ends, answer.ranks):
+        diagnostics.note(sentence)
+    if options["report"] is not None:
+        data = {**dryrun_text.document(answer), "band": dryrun_band.document(ends)}
         write_report(options["report"], "dryrun", data)

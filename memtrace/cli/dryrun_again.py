@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from memtrace.io.sidecar import natural, read_json
 
@@ -20,6 +22,11 @@ OUTPUT = "output.txt"
 _REPORT = "report.json"
 _TAIL_BYTES = 1 << 16
 _ERROR = re.compile(r"(?:\[rank\d+\]: )?(?:[\w.]+(?:Error|Exception)|[\w./ -]+: error)\b")
+
+_SHELL_SIGNAL = 128
+_PATIENCE_S = 30.0
+_running: list[subprocess.Popen[bytes]] = []
+_ending = threading.Event()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +65,7 @@ def run(
     ]  # fmt: skip
     began = time.monotonic()
     with (folder / OUTPUT).open("wb") as output:
-        subprocess.run(  # noqa: S603 - ourselves
-            command, env={**os.environ, **plan.environ, **(environ or {})}, stdin=subprocess.DEVNULL,
-            stdout=output, stderr=subprocess.STDOUT, check=False,
-        )  # fmt: skip
+        _to_its_end(command, {**os.environ, **plan.environ, **(environ or {})}, output)
     data = read_json(folder / _REPORT).get("data")
     row = data if isinstance(data, dict) else {}
     ranks = [one for one in row.get("ranks", []) if isinstance(one, dict)]
@@ -73,6 +77,42 @@ def run(
         recordings=tuple(str(one["path"]) for one in ranks if one.get("path")),
         seconds=time.monotonic() - began,
     )
+
+
+@contextlib.contextmanager
+def ended_with_us() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what `run` has started, in good order, and then us. For the main thread."""
+
+    def end(signum: int, _frame: object) -> None:
+        _ending.set()
+        for child in tuple(_running):
+            child.terminate()
+        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(_SHELL_SIGNAL + signum)
+
+    before = {signum: signal.signal(signum, end) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _to_its_end(command: Sequence[str], environ: Mapping[str, str], output: BinaryIO) -> None:
+    if _ending.is_set():
+        return
+    child = subprocess.Popen(  # noqa: S603 - ourselves
+        command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+    )
+    _running.append(child)
+    try:
+        child.wait()
+    except BaseException:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_PATIENCE_S)
+        raise
+    finally:
+        _running.remove(child)
 
 
 def last_line(folder: Path) -> str:

@@ -139,6 +139,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="FILE",
             help="Write the answer as JSON too.",
         ),
+        click.option("--local-world", type=click.IntRange(min=1), hidden=True),  # a trial has no launcher to say it
         *PLAIN,
         *PLACE,
     )

@@ -52,8 +52,10 @@ class Assumption:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`fits` None: the job failed before that could be seen. `room_bytes` is what the fullest rank leaves of the GPU
-    beside torch's reserved peak and what lies outside torch; negative or None where it does not fit."""
+    """`fits` None: the job failed before that could be seen, or used no GPU. `room_bytes`: what the fullest rank leaves
+    of the GPU beside torch's reserved peak and what lies outside torch; negative or None where it does not fit.
+    `stopped_after`: the time that ended it.
+    """
 
     gpu: Gpu
     directory: Path
@@ -61,18 +63,31 @@ class Answer:
     room_bytes: int | None
     ranks: tuple[record_text.Rank, ...]
     assumptions: tuple[Assumption, ...]
+    has_failed: bool = False
+    stopped_after: str | None = None
 
 
 def answer(directory: Path, gpu: Gpu, *, has_failed: bool) -> Answer:
     """From the files that the ranks left."""
     ranks = tuple(record_text.ranks_in(directory))
+    limits = [stopped for one in ranks if (stopped := _stopped_by_time(one)) is not None]
+    has_failed = has_failed and not limits  # the exit code is then that of the limit
     rooms = [room for one in ranks if (room := _room(one, gpu)) is not None]
     fits: bool | None = True
     if any(_is_out_of_memory(one, has_failed=has_failed) for one in ranks):
         fits = False
     elif has_failed or not rooms:
         fits = None
-    return Answer(gpu, directory, fits, min(rooms) if rooms and fits else None, ranks, _assumptions(ranks))
+    return Answer(
+        gpu,
+        directory,
+        fits,
+        min(rooms) if rooms and fits else None,
+        ranks,
+        _assumptions(ranks),
+        has_failed,
+        *limits[:1],
+    )
 
 
 def report(found: Answer, *, quiet: bool) -> None:
@@ -96,10 +111,12 @@ def verdict(found: Answer) -> str:
     """
     gpu = f"{found.gpu.name} ({format_bytes(found.gpu.capacity_bytes)})"
     if found.fits is None:
-        return f"dry run: whether it fits on {gpu} was not seen, the job failed before its end"
+        why = "the job failed before its end" if found.has_failed else "no process used a GPU through torch"
+        return f"dry run: whether it fits on {gpu} was not seen, {why}"
     if not found.fits:
         return f"dry run: it does not fit on {gpu}"
-    return f"dry run: it fits on {gpu} with {format_bytes(found.room_bytes or 0)} to spare"
+    far = "" if found.stopped_after is None else f", as far as it got in {found.stopped_after}"
+    return f"dry run: it fits on {gpu} with {format_bytes(found.room_bytes or 0)} to spare{far}"
 
 
 def document(found: Answer) -> dict[str, Any]:
@@ -172,6 +189,11 @@ def _assumptions(ranks: Iterable[record_text.Rank]) -> tuple[Assumption, ...]:
                 counts[key] = counts.get(key, 0) + (natural(row.get("count")) or 0)
     found = [Assumption(code, text, count, where) for (code, text, where), count in counts.items()]
     return tuple(sorted(found, key=lambda one: _WORST.index(one.code) if one.code in _WORST else len(_WORST)))
+
+
+def _stopped_by_time(one: record_text.Rank) -> str | None:
+    stopped = _dry(one).get("stopped_after")
+    return stopped if isinstance(stopped, str) and re.fullmatch(r"[0-9.]+ s", stopped) else None
 
 
 def _room(one: record_text.Rank, gpu: Gpu) -> int | None:

@@ -277,9 +277,9 @@ def _run(command: Sequence[str], work: Path) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise DryRunError(f"the C++ compiler could not be run: {error}") from error
     if done.returncode:
-        last = "\n".join((done.stderr + done.stdout).strip().splitlines()[-_LAST_LINES:])
+        last = " | ".join((done.stderr + done.stdout).strip().splitlines()[-_LAST_LINES:])
         raise DryRunError(
-            f"the device library did not compile:\n{last}",
+            f"the device library did not compile: {last}",
             hint=f"The compiler was {command[0]}; name another in $CXX, C++17 is needed",
         )
 

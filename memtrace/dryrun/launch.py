@@ -79,6 +79,11 @@ def environment(
             "MEMTRACE_GPU_SM": str(standin.gpu.capability),
             "MEMTRACE_GPU_SMS": str(standin.gpu.processors),
             "MEMTRACE_GPU_COUNT": str(devices),
+            **(
+                {}
+                if world is None
+                else {"LOCAL_WORLD_SIZE": str(min(world, devices)), "LOCAL_SIZE": str(min(world, devices))}
+            ),
             "MEMTRACE_GPU_DNN_SPANS": ",".join(map(str, standin.dnn_spans)),
         }
     )

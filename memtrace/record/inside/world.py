@@ -19,7 +19,8 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 from . import notes, process
 from .importing import after_import
 
-_NODE = 8  # ranks a node, as far as LOCAL_WORLD_SIZE says
+_NODE = int(os.environ.get("MEMTRACE_GPU_COUNT") or 8)
+"""Ranks a node, as far as LOCAL_WORLD_SIZE says: of a dry run as many as it has devices."""
 _MEANINGLESS = "simulated world: rank {rank} of {world}, alone; losses, gradients and what is saved mean nothing"
 
 on_message: Optional[Callable[[str, Any], None]] = None
