@@ -310,10 +310,10 @@ def test_deepspeed_with_scaling_clipping_accumulation(tmp_path: Path, config: Pa
 
 
 def test_first_and_last_rank_of_many(tmp_path: Path, config: Path) -> None:
-    run = launched(tmp_path, config, "--world", "1024", "--rank", "auto", "--steps", "1")
+    run = launched(tmp_path, config, "--world", "128", "--rank", "auto", "--steps", "1")
     assert run.code == 0, run.err
-    assert [one["rank"] for one in sorted(run.report["ranks"], key=lambda one: one["rank"])] == [0, 1023]
-    assert run.sidecar(1023)["world"] == 1024
+    assert [one["rank"] for one in sorted(run.report["ranks"], key=lambda one: one["rank"])] == [0, 127]
+    assert run.sidecar(127)["world"] == 128
 
 
 def test_a_grid(tmp_path: Path, config: Path) -> None:
@@ -345,7 +345,7 @@ layer(torch.randn(batch, 1024, device="cuda")).sum().backward()
 def test_the_largest_number_of_a_range(tmp_path: Path) -> None:
     script = tmp_path / "search.py"
     script.write_text(SEARCHED)
-    run = dryrun(tmp_path, "--batch=7", "--max-gpu-memory", "2GiB", "--try", "--batch=1..900",
+    run = dryrun(tmp_path, "--batch=7", "--max-gpu-memory", "2GiB", "--try", "--batch=64..96",
                  launcher=(PYTHON, str(script)))  # fmt: skip
     assert run.code == 0, run.err
     fitting = {int(one["values"]["--batch"]): one["fits"] for one in run.report["trials"]}

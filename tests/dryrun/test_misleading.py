@@ -173,8 +173,7 @@ def started(folder: Path, script: str, *options: str) -> subprocess.Popen[str]:
 
 @needs_standin
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.05, 0.3, 0.6])
-def test_ctrl_c_at_the_last_dump_loses_nothing(seconds: float, tmp_path: Path) -> None:
+def test_ctrl_c_at_the_last_dump_loses_nothing(tmp_path: Path) -> None:
     import os
 
     script = """
@@ -186,7 +185,7 @@ print("END", flush=True)
     with started(tmp_path, script, "--steps", "0") as run:
         assert run.stdout is not None
         assert run.stdout.readline() == "END\n"
-        time.sleep(seconds)
+        time.sleep(0.3)
         os.killpg(run.pid, signal.SIGINT)
         assert run.wait(120) >= 0  # no crash: the interpreter may have been told to stop, and the file is there
     code, document = memtrace("verify", str(tmp_path / "rec"))

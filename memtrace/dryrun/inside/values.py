@@ -19,7 +19,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence
 from . import hosts
 from .guesses import Guesses
 
-_FLOATS, _INTEGERS = 1 << 16, 1 << 24
+_FLOATS, _INTEGERS, _MASKS = 1 << 16, 1 << 24, 1 << 20
 """Bytes up to which a tensor is small, by what it holds."""
 _LARGE_ON_HOST = 1 << 20
 _FILLED_ON_HOST = 4 << 30
@@ -115,6 +115,8 @@ class Values:
         """Whether it is worth computing with."""
         kind = tensor.dtype
         most = _FLOATS if kind.is_floating_point or kind.is_complex else _INTEGERS
+        if kind is self._torch.bool:
+            most = _MASKS
         return bool(tensor.numel() * tensor.element_size() <= most)
 
     def alias(self, tensor: Any) -> Any:
