@@ -34,7 +34,8 @@ def ranks(*words: str) -> Callable[..., str | tuple[int, ...]]:
             return value
         numbers = value.split(",")
         if not all(re.fullmatch(r"[0-9]{1,9}", number) for number in numbers):
-            raise click.BadParameter(f"{value!r} is no list of ranks; write {' or '.join(['0,7', *words])}.")
+            others = ", ".join(["0,7", *words[:-1]])
+            raise click.BadParameter(f"{value!r} is no list of ranks; write {others} or {words[-1]}.")
         return tuple(sorted({int(number) for number in numbers}))
 
     return read
