@@ -60,8 +60,6 @@ def environment(
 ) -> dict[str, str]:
     """The rank's environment, but for the recorder's part. `world` None: nothing was said of one."""
     found = {name: value for name, value in environ.items() if name not in _HIDING}
-    if world is not None:
-        found.update(worlds.environment(world, rank))
     preloaded = found.get("LD_PRELOAD")
     major, minor = divmod(standin.gpu.capability, 10)
     found.update(
@@ -79,14 +77,11 @@ def environment(
             "MEMTRACE_GPU_SM": str(standin.gpu.capability),
             "MEMTRACE_GPU_SMS": str(standin.gpu.processors),
             "MEMTRACE_GPU_COUNT": str(devices),
-            **(
-                {}
-                if world is None
-                else {"LOCAL_WORLD_SIZE": str(min(world, devices)), "LOCAL_SIZE": str(min(world, devices))}
-            ),
             "MEMTRACE_GPU_DNN_SPANS": ",".join(map(str, standin.dnn_spans)),
         }
     )
+    if world is not None:
+        found.update(worlds.environment(world, rank, found))
     return found
 
 

@@ -76,7 +76,7 @@ def environment(settings: Settings, environ: Mapping[str, str], command: Sequenc
     A script of a simulated world that no launcher starts is told its rank before it imports torch.
     """
     if settings.world and command and _PYTHON.fullmatch(Path(command[0]).name):
-        environ = {**environ, **world.environment(settings.world, settings.rank)}
+        environ = {**environ, **world.environment(settings.world, settings.rank, environ)}
     path = str(Path(settings.directory) / BOOTSTRAP)
     before = environ.get("PYTHONPATH")
     text = encode(settings)

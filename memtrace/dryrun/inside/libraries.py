@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any
+from typing import Any, Callable
 
 _IDLE_BUILDERS = ("Adam", "Lamb", "Lion", "Adagrad")
 """DeepSpeed's compiled optimizers: they allocate no device memory themselves."""
@@ -30,11 +30,16 @@ def install(run: Any) -> None:
 def _keep_errors_of_backward(values: Any) -> None:
     """torch 2.11 loses the error of an operator under a dispatch mode in backward while memory is recorded: looking for
     the stacks of what is freed then, it clears Python's error, and a SystemError is all that is left."""
+    _wrap_backward(lambda original: _with_errors(original, values))
+
+
+def _wrap_backward(wrap: Callable[[Any], Any]) -> None:
+    """All ways into autograd's engine."""
     for name in ("torch.autograd", "torch.autograd.graph"):
         module: Any = sys.modules.get(name)
         original = getattr(module, "_engine_run_backward", None)
         if original is not None:
-            module._engine_run_backward = _with_errors(original, values)
+            module._engine_run_backward = wrap(original)
 
 
 def _with_errors(original: Any, values: Any) -> Any:
@@ -62,12 +67,9 @@ def _step_aside_in_gathers(run: Any, module: Any) -> None:
         handle.wait = _outside(handle.wait, run.presence)
 
 
-def leave_backward_alone(torch: Any, presence: Any) -> None:
+def leave_backward_alone(presence: Any) -> None:
     """Where torch's code would see the mode (this release cannot be kept from it), it is off in backward."""
-    for module in (torch.autograd, torch.autograd.graph):
-        original = getattr(module, "_engine_run_backward", None)
-        if original is not None:
-            module._engine_run_backward = _outside(original, presence)
+    _wrap_backward(lambda original: _outside(original, presence))
 
 
 def _outside(original: Any, presence: Any) -> Any:

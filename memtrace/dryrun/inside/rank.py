@@ -59,7 +59,7 @@ class DryRun:
         frames.install(torch)
         self._peaks.install()
         if not self.is_mode_hidden:
-            libraries.leave_backward_alone(torch, self.presence)
+            libraries.leave_backward_alone(self.presence)
         self.presence.enter()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self.presence.leave)

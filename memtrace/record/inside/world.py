@@ -14,13 +14,13 @@ import importlib
 import os
 import sys
 from datetime import timedelta
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
 
 from . import notes, process
 from .importing import after_import
 
-_NODE = int(os.environ.get("MEMTRACE_GPU_COUNT") or 8)
-"""Ranks a node, as far as LOCAL_WORLD_SIZE says: of a dry run as many as it has devices."""
+_NODE = 8  # ranks a node, as far as LOCAL_WORLD_SIZE says
+_DEVICES = "MEMTRACE_GPU_COUNT"  # of a dry run, which has as many ranks a node
 _MEANINGLESS = "simulated world: rank {rank} of {world}, alone; losses, gradients and what is saved mean nothing"
 
 on_message: Optional[Callable[[str, Any], None]] = None
@@ -30,14 +30,15 @@ _libraries: List[Any] = []  # torch forgets what is registered in a library when
 _keeping = 0  # gathers leave their output as it is, while positive
 
 
-def environment(world: int, rank: int) -> Dict[str, str]:
-    """What a launcher of `world` ranks would tell rank `rank`; the device is the first one."""
+def environment(world: int, rank: int, known: Mapping[str, str] = os.environ) -> Dict[str, str]:
+    """What a launcher of `world` ranks would tell rank `rank`, given the environment `known`; on the first device."""
+    local_world = str(min(world, int(known.get(_DEVICES) or _NODE)))
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": str(min(world, _NODE)),
-        "LOCAL_SIZE": str(min(world, _NODE)),
+        "LOCAL_WORLD_SIZE": local_world,
+        "LOCAL_SIZE": local_world,
         "MASTER_ADDR": os.environ.get("MASTER_ADDR") or "127.0.0.1",
         "MASTER_PORT": os.environ.get("MASTER_PORT") or "29500",
     }
