@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,20 @@ def test_options_that_mean_nothing(words: tuple[str, ...], said: str, elsewhere:
     assert not (elsewhere / ".memtrace").exists()
 
 
-def test_an_interpreter_without_a_cuda_build(elsewhere: Path) -> None:
-    """The one of the tests has none, or a CPU build."""
-    said = refused("--", sys.executable, "train.py")
-    assert "has no torch" in said or "a CPU build cannot do it" in said
+@pytest.mark.parametrize("has_torch", [False, True])
+def test_an_interpreter_without_a_cuda_build(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, *, has_torch: bool
+) -> None:
+    """A bare one, with a CPU build or none: that of the tests may have any torch."""
+    venv.create(elsewhere / "bare", with_pip=False, symlinks=True)
+    (elsewhere / "site" / "torch").mkdir(parents=True)
+    (elsewhere / "site" / "torch" / "__init__.py").touch()
+    (elsewhere / "site" / "torch" / "version.py").write_text("__version__ = '2.99.0+cpu'\ncuda = None\n")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if has_torch:
+        monkeypatch.setenv("PYTHONPATH", str(elsewhere / "site"))
+    said = refused("--", str(elsewhere / "bare" / "bin" / "python"), "train.py")
+    assert ("a CPU build cannot do it" if has_torch else "has no torch") in said
     assert "Install a build of torch for CUDA" in said.replace("\n", " ")
     assert "ENVIRONMENT/bin/python" in said or "has no torch" not in said
     assert not (elsewhere / ".memtrace").exists()
