@@ -29,6 +29,21 @@ def test_memory_that_is_cleared_is_zero_and_its_neighbours_are_not(begin: int, s
     assert memory[begin + size :] == b"\1" * (len(memory) - begin - size)
 
 
+@pytest.mark.parametrize("kind", ["shared", "file"])
+def test_memory_that_is_not_ours_alone_is_cleared_too(tmp_path: Path, kind: str) -> None:
+    import ctypes
+    import mmap
+
+    path = tmp_path / "weights.bin"
+    path.write_bytes(b"\1" * (1 << 20))
+    with path.open("r+b") as file:
+        where = (-1, 1 << 20) if kind == "shared" else (file.fileno(), 0)
+        memory = mmap.mmap(*where, flags=mmap.MAP_SHARED if kind == "shared" else mmap.MAP_PRIVATE)
+    memory[:] = b"\1" * len(memory)
+    hosts.clear(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory))
+    assert memory[:] == bytes(len(memory))
+
+
 @needs_standin
 @pytest.mark.slow
 def test_values_on_the_host_that_decide_sizes(tmp_path: Path) -> None:
@@ -37,6 +52,7 @@ import torch
 w = torch.ones(1_000_000); w /= w.sum()
 print(int((w.cumsum(0) < 0.9).sum()))
 print(float(torch.zeros(1_000_000).sum()), float(torch.full((1_000_000,), 2.0).zero_().sum()))
+print(float(torch.full((1_000_000,), 2.0).share_memory_().zero_().sum()))
 labels = torch.arange(1_000_000, dtype=torch.float64).float()
 print(int(labels.max()) + 1)
 x = torch.empty(int(labels.max()) + 1, 1024, device="cuda")
@@ -44,8 +60,34 @@ x = torch.empty(int(labels.max()) + 1, 1024, device="cuda")
     run = dryrun(tmp_path, script, "--steps", "0")
     lines = run.out.splitlines()
     assert abs(int(lines[0]) - 900_000) < 100
-    assert lines[1:] == ["0.0 0.0", "1000000"]
+    assert lines[1:] == ["0.0 0.0", "0.0", "1000000"]
     assert run.report["ranks"][0]["allocated_peak_bytes"] == 4_096_000_000
+
+
+@needs_standin
+@pytest.mark.slow
+def test_masks_of_large_tensors_have_the_share_that_is_assumed(tmp_path: Path) -> None:
+    """Whatever the size of the mask: those of up to 1 MiB are computed with, and were all false."""
+    script = """
+import torch
+for count in (20_000, 1_000_000, 2_000_000):
+    x = torch.randn(count, device="cuda")
+    chosen = x > 0.5
+    print(x[chosen].numel(), x[x <= 0].numel(), torch.where(x == 0)[0].numel())
+    if count < 2_000_000:
+        print(int(chosen.sum()), int((chosen & ~chosen).sum()))
+    print(bool(torch.isfinite(x).all()), bool((x != x).any()), bool(x.isinf().any()), bool(x.isnan().any()))
+    print(bool((x.abs() == float("inf")).any()), bool((x < float("inf")).all()))
+"""
+    run = dryrun(tmp_path, script, "--assume", "mask=0.15")
+    expected = []
+    for count, chosen in ((20_000, 3_000), (1_000_000, 150_000), (2_000_000, 300_000)):
+        expected.append(f"{chosen} {chosen} {chosen}")
+        expected += [f"{chosen} 0"] if count < 2_000_000 else []
+        expected += ["True False False False", "False True"]
+    assert run.out.splitlines() == expected, run.err
+    found = {row["where"].rpartition("/")[2] for row in run.report["assumptions"] if row["code"] == "mask"}
+    assert found == {"job.py:5 <module>", "job.py:6 <module>"}
 
 
 @needs_standin

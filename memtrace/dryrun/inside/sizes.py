@@ -54,6 +54,11 @@ class Sizes:
             else:
                 self._guesses.add("size", f"{name}: {tuple(output.shape)} for {tuple(value.shape)}", with_site=True)
 
+    def trues_of(self, mask: Any) -> int:
+        """How many of it are taken as true, as nobody can know; said with the program's line."""
+        self._guesses.add("mask", f"{self._mask:.0%} of a mask of {mask.numel():,} taken as true", with_site=True)
+        return int(mask.numel() * self._mask)
+
     def install(self) -> None:
         """`aten::nonzero` for CUDA, which also serves boolean indexing and masked_select, in and out of the mode."""
         self._library = self._torch.library.Library("aten", "IMPL")
@@ -71,10 +76,7 @@ class Sizes:
                 found = self._values.alias(mask).nonzero()
                 count = found.shape[0]
             else:
-                count = int(mask.numel() * self._mask)
-                self._guesses.add(
-                    "mask", f"{self._mask:.0%} of a mask of {mask.numel():,} taken as true", with_site=True
-                )
+                count = self.trues_of(mask)
             output = torch.empty((0,), dtype=torch.int64, device=mask.device)
             if mask.numel():
                 self._device.answer(count, _NONZERO_BYTES)

@@ -16,7 +16,7 @@ import os
 import sys
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-from . import hosts
+from . import comparisons, hosts
 from .guesses import Guesses
 
 _FLOATS, _INTEGERS, _MASKS = 1 << 16, 1 << 24, 1 << 20
@@ -243,10 +243,22 @@ class Values:
         elif name in _SHAPED:
             value = _SHAPED[name]
             self.alias(some[0]).fill_(args[_VALUE_ARGUMENT[name]] if value is None else value)
+        elif name in comparisons.NAMES and not in_place:
+            self._compare(name, args, some[0])
         elif not in_place:
             is_any = name in _ANY and tensors[0].data_ptr() == self._numbers_of_mask
             for one in some:
                 self._guess("any" if is_any else name, one)
+
+    def _compare(self, name: str, args: Any, output: Any) -> None:
+        """A mask made of large tensors: true in as many places as is assumed, but where the question answers itself."""
+        known = comparisons.known(name, args[0], args[1])
+        if known is not None:
+            self.alias(output).fill_(known)
+            return
+        count, total = self.sizes.trues_of(output), output.numel()
+        steps = self._torch.arange(total + 1) * count // max(total, 1)
+        self.alias(output).copy_((steps[1:] > steps[:-1]).view(output.shape))
 
     def _try(self, name: str, outputs: List[Any], compute: Any) -> None:
         try:
