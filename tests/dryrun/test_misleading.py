@@ -92,6 +92,34 @@ for count in (20_000, 1_000_000, 2_000_000):
 
 @needs_standin
 @pytest.mark.slow
+def test_a_program_that_asks_whether_all_is_well_goes_on(tmp_path: Path) -> None:
+    """It would end, or repeat for ever, where a share of an assumed mask is true."""
+    script = """
+import torch
+for count in (20_000, 1_000_000, 2_000_000):
+    x = torch.randn(count, device="cuda")
+    torch.distributions.Normal(x, x.exp(), validate_args=True)
+    torch.distributions.Bernoulli(probs=x.sigmoid(), validate_args=True)
+    assert not (x < 0).any() and (x > 0).all() and not ((x < 0) | (x > 5)).any().item()
+    mask = (x < 0).view(-1, 10)
+    assert mask.all(-1).all() and not mask.any(dim=1).any()
+    while (x.abs() > 1e-3).any():
+        x = x / 2
+    del x, mask
+    known = torch.ones(count, dtype=torch.bool, device="cuda")
+    assert count > 1 << 20 or known.any()
+    known[0] = False
+    assert count > 1 << 20 or not known.all()
+    sent = torch.tensor([True] * count).to("cuda")
+    assert count > 1 << 20 or sent.any()
+print("well")
+"""
+    run = dryrun(tmp_path, script)
+    assert run.out == "well\n", run.err
+
+
+@needs_standin
+@pytest.mark.slow
 def test_integers_of_the_device_that_decide_sizes(tmp_path: Path) -> None:
     script = """
 import torch

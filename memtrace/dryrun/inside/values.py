@@ -16,7 +16,7 @@ import os
 import sys
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-from . import comparisons, hosts
+from . import hosts, masks
 from .guesses import Guesses
 
 _FLOATS, _INTEGERS, _MASKS = 1 << 16, 1 << 24, 1 << 20
@@ -50,7 +50,6 @@ _SHAPED = {"new_zeros": 0, "new_ones": 1, "zeros_like": 0, "ones_like": 1, "full
 """Their first argument gives a shape, not values. None: the value is an argument."""
 _VALUE_ARGUMENT = {"full_like": 1, "new_full": 2}
 _COLLECTIVES = "_c10d_functional"
-_TRUE = ("all", "_is_all_true")
 _ANY = ("max", "amax")
 """Of a mask that was made numbers just before (DeepSpeed's check for what is not finite): whether any is true."""
 
@@ -66,6 +65,7 @@ class Values:
         self._wait: Any = getattr(getattr(torch.ops, _COLLECTIVES).wait_tensor, "default", None)
         self._random = torch.Generator().manual_seed(1)
         self._random_state = self._random.get_state()
+        self._masks = masks.Masks(torch)
         self.sizes = sizes
         self.overflows: Optional[Any] = None
         self._filled = 0
@@ -223,10 +223,14 @@ class Values:
             return
         if not outputs[0].is_cuda:
             return
+        is_assumed = self._masks.follow(tensors, outputs)
         if name in ("copy_", "_to_copy") and not all(one.is_cuda for one in tensors):
             return  # the copy itself was made
         some = [one for one in outputs if self.is_small(one) and one.layout is self._torch.strided]
         if not some:
+            return
+        if is_assumed and (name in masks.ALL or name in masks.ANY):
+            self._guess(name, some[0])
             return
         in_place = any(one is other for one in tensors for other in outputs)
         if are_small and len(some) == len(outputs):
@@ -243,7 +247,7 @@ class Values:
         elif name in _SHAPED:
             value = _SHAPED[name]
             self.alias(some[0]).fill_(args[_VALUE_ARGUMENT[name]] if value is None else value)
-        elif name in comparisons.NAMES and not in_place:
+        elif name in masks.COMPARISONS and not in_place:
             self._compare(name, args, some[0])
         elif not in_place:
             is_any = name in _ANY and tensors[0].data_ptr() == self._numbers_of_mask
@@ -252,13 +256,11 @@ class Values:
 
     def _compare(self, name: str, args: Any, output: Any) -> None:
         """A mask made of large tensors: true in as many places as is assumed, but where the question answers itself."""
-        known = comparisons.known(name, args[0], args[1])
-        if known is not None:
+        known = masks.known(name, args[0], args[1])
+        if known is None:
+            self._masks.assume(output, self.alias(output), self.sizes.trues_of(output))
+        else:
             self.alias(output).fill_(known)
-            return
-        count, total = self.sizes.trues_of(output), output.numel()
-        steps = self._torch.arange(total + 1) * count // max(total, 1)
-        self.alias(output).copy_((steps[1:] > steps[:-1]).view(output.shape))
 
     def _try(self, name: str, outputs: List[Any], compute: Any) -> None:
         try:
@@ -276,7 +278,7 @@ class Values:
         if is_float and output.numel() > 1:
             alias.copy_(self._torch.rand(output.shape, generator=self._random) + 1)
         else:
-            alias.fill_(1 if name in _TRUE or (is_float and name != "any") else 0)
+            alias.fill_(1 if name in masks.ALL or (is_float and name != "any") else 0)
         kind = "a number" if output.numel() == 1 else "a vector"
         if is_float or output.dtype is self._torch.bool:
             self._guesses.add("value", f"{name} of large tensors, {kind}")
