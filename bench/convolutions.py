@@ -2,14 +2,16 @@
 
     python bench/convolutions.py truth.json                                    # on a GPU
     memtrace dryrun -o run -- python bench/convolutions.py said.json           # anywhere
-    python bench/convolutions.py truth.json said.json                          # compares them
+    python bench/convolutions.py bench/convolutions-h200.json.xz said.json     # compares them
 
-Each case is one convolution, forward and backward; `requests` are the bytes of every allocation, in order.
+Each case is one convolution, forward and backward; `requests` are the bytes of every allocation, in order. The first
+case is for warming up.
 """
 
 from __future__ import annotations
 
 import json
+import lzma
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -123,10 +125,17 @@ def compare(truth: list[Case], said: list[Case]) -> str:
     return "\n".join([*lines, f"{sum(equal.values())} of {sum(every.values())} equal"])
 
 
+def loaded(path: Path) -> list[Case]:
+    """What `main` wrote, plain or packed by xz."""
+    data = path.read_bytes()
+    cases: list[Case] = json.loads(lzma.decompress(data) if path.suffix == ".xz" else data)
+    return cases
+
+
 def main(arguments: list[str]) -> int:
     """Measures into the one file, or compares the two."""
     if len(arguments) == 2:
-        print(compare(*(json.loads(Path(one).read_text()) for one in arguments)))
+        print(compare(*(loaded(Path(one))[1:] for one in arguments)))
         return 0
     found = [measured_or_failed(case) for case in cases()]
     Path(arguments[0]).write_text("[\n" + ",\n".join(json.dumps(one) for one in found) + "\n]\n")

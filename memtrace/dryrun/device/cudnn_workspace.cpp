@@ -1,6 +1,7 @@
 // The sizes of cuDNN's workspaces: the only real content of the graph API. Attention is exact (39 of 39 calls recorded
 // on an H200, every allocation in order); convolutions are a guess.
 #include "cudnn_graph.h"
+#include "facts.h"
 
 #include <string>
 #include <vector>
@@ -95,31 +96,123 @@ std::string described(const Convolution& of) {
          (is_channels_last(*of.input) ? ", channels last" : "");
 }
 
-// Which algorithm runs is cuDNN's own choice. The rule was fitted on one ResNet-50 in fp32 on an H200: in NCHW the
-// tensor-core kernels work on NHWC copies of the operands, in channels-last on the operands themselves.
-int64_t workspace_by_rule(const Convolution& of) {
+struct Operands {
+  int64_t x, y, w;                                 // bytes, of copies where there may be some
+  int64_t batch, inputs, outputs, group, taps;     // images; channels, and those that one weight sees; of a window
+  int64_t places;                                  // of the output, in one image
+  int64_t weights;                                 // how many
+  bool strided, half, channels_last;
+
+  int64_t rows() const { return batch * places; }  // of the matrix product that the convolution is
+  int64_t depth() const { return inputs * taps; }
+  bool is_aligned() const { return inputs % 8 == 0 && outputs % 8 == 0; }
+};
+
+int64_t product_from(const std::vector<int64_t>& sizes, size_t first) {
+  int64_t product = 1;
+  for (size_t axis = first; axis < sizes.size(); ++axis) product *= sizes[axis];
+  return product;
+}
+
+// Of the copies that tensor-core kernels work on: 16 bytes of channels at a time.
+int64_t padded_channels(int64_t count, bool half) {
+  const int64_t step = half ? 8 : 4;
+  return (count + step - 1) / step * step;
+}
+
+Operands operands_of(const Convolution& of) {
   const auto input = sizes_of(*of.input);
   const auto output = sizes_of(*of.output);
   const auto window = sizes_of(*of.weights);
-  if (is_channels_last(*of.input)) return 0;
-  const int64_t x = bytes_of(*of.input);
-  const int64_t y = bytes_of(*of.output);
-  const int64_t w = bytes_of(*of.weights);
-  const bool has_window = input.size() > 2 && output.size() > 2 && window.size() > 2;
-  int64_t taps = 1;
-  for (size_t axis = 2; axis < window.size(); ++axis) taps *= window[axis];
-  if (taps > 1) {
-    const bool patches = has_window && input[1] <= 4 && input[2] == output[2] * window[2];
-    if (of.pass == Pass::forward && patches) return 0;  // few channels, windows that do not overlap
-    return x + y + (of.pass == Pass::weights ? 4 * w : w) + kTensorCoreBytes;
+  const bool complete = input.size() > 2 && output.size() > 2 && window.size() > 2;
+  Operands all{};
+  all.x = bytes_of(*of.input);
+  all.y = bytes_of(*of.output);
+  all.w = bytes_of(*of.weights);
+  all.weights = elements_of(*of.weights);
+  all.half = element_bytes_of(*of.input) == 2;
+  all.channels_last = is_channels_last(*of.input);
+  if (!complete) return all;
+  all.batch = input[0];
+  all.inputs = input[1];
+  all.outputs = window[0];
+  all.group = window[1];
+  all.taps = product_from(window, 2);
+  all.places = product_from(output, 2);
+  all.strided = input[2] > output[2] + window[2];
+  if (all.channels_last || all.taps == 1 || all.group != all.inputs || all.inputs * all.outputs == 0) return all;
+  const int64_t inputs = padded_channels(all.inputs, all.half);
+  const int64_t outputs = padded_channels(all.outputs, all.half);
+  all.x = all.x / all.inputs * inputs;
+  all.y = all.y / all.outputs * outputs;
+  all.w = all.w / (all.inputs * all.outputs) * inputs * outputs;
+  return all;
+}
+
+// Which algorithm runs is cuDNN's own choice. In NCHW the tensor-core kernels work on NHWC copies of the operands, in
+// channels-last on the operands themselves. The rule was fitted on 2,586 calls of cuDNN 9.19 on an H200
+// (bench/convolutions.py, which says how many are equal): its numbers are where other kernels were taken there.
+constexpr int64_t kPersistentBytes = 131;  // of kernels that go over many rows
+constexpr int64_t kManyRows = 28928, kVeryManyRows = 400000;
+constexpr int64_t kPartialSumsBytes = 679;
+constexpr int64_t kShallow = 136, kShallowFloats = 272, kShallowWeights = 32, kDeepLast = 432;  // depths
+
+int64_t workspace_of_points(Pass pass, const Operands& of) {
+  if (pass == Pass::weights) {
+    const int64_t copies = of.x + of.y + kTensorCoreBytes;
+    const int64_t one_each = of.batch * of.weights * 4;  // a gradient in fp32 for each image, then their sum
+    return of.strided || (of.batch > 1 && one_each > copies) ? copies : one_each;
   }
-  const bool strided = has_window && input[2] > output[2] + window[2];
-  switch (of.pass) {
-    case Pass::forward: return strided ? x + w + kTensorCoreBytes : 0;
-    case Pass::weights: return x + y + 4 * w;
-    case Pass::data: break;
+  if (of.strided) {
+    return of.x + of.y + kTensorCoreBytes + (pass == Pass::data && of.batch > 4 ? kPersistentBytes : 0);
   }
-  return strided ? x + y : kPointwiseDataBytes;
+  if (pass == Pass::data) return !of.half && of.rows() > kManyRows ? kPointwiseDataBytes : 0;
+  const bool few_places = of.places <= 904;
+  return of.half && few_places && of.depth() > kShallow ? of.x + of.y + kTensorCoreBytes : 0;
+}
+
+// Gradients of few weights over many rows: the rows are shared out until every multiprocessor has a tile of weights, and
+// each share has a sum of its own.
+int64_t shares_of_rows(const Operands& of) {
+  const int64_t tile = of.half || of.outputs > 64 ? 128 : 64;
+  const auto tiles = [tile](int64_t size) { return (size + tile - 1) / tile; };
+  const int64_t processors = fact(kMultiprocessors);
+  const int64_t all = tiles(of.outputs) * tiles(of.group * of.taps);
+  return (processors + all - 1) / all;
+}
+
+int64_t workspace_of_windows(Pass pass, const Operands& of) {
+  const int64_t copies = of.x + of.y + of.w + kTensorCoreBytes;
+  switch (pass) {
+    case Pass::forward:
+      if (of.depth() <= kShallow && (!of.half || of.inputs < 4)) return 0;
+      if (!of.half && !of.is_aligned() && of.inputs < 64) return 0;
+      return copies + (of.rows() > kManyRows ? kPersistentBytes : 0);
+    case Pass::data:
+      if (of.depth() <= kShallowFloats && !of.half) return 0;
+      return copies + (of.batch > 3 ? kPersistentBytes : 0);
+    case Pass::weights: break;
+  }
+  if (!of.half && of.depth() < kShallowWeights && of.rows() >= kVeryManyRows) return 0;
+  const bool shared_out = of.half ? of.rows() >= 25088 && of.weights <= 73728 : of.rows() > 8720;
+  const int64_t shares = shared_out ? shares_of_rows(of) : 1;
+  return shares > 1 ? of.x + of.y + shares * of.w + kPartialSumsBytes : copies;
+}
+
+int64_t workspace_in_channels_last(Pass pass, const Operands& of) {
+  if (pass == Pass::weights || !of.is_aligned() || of.depth() <= kDeepLast) return 0;
+  const bool persistent = of.rows() > kManyRows || (pass == Pass::data && of.strided && of.batch > 4);
+  return persistent ? kPersistentBytes : 0;
+}
+
+int64_t workspace_by_rule(const Convolution& convolution) {
+  const Operands of = operands_of(convolution);
+  const bool grouped = of.group != of.inputs;
+  if (grouped && (of.group == 1 || of.channels_last)) return 0;
+  if (grouped) return of.x + of.y + 64;
+  if (of.channels_last) return workspace_in_channels_last(convolution.pass, of);
+  if (of.taps <= 1) return workspace_of_points(convolution.pass, of);
+  return workspace_of_windows(convolution.pass, of);
 }
 
 }  // namespace
