@@ -4,8 +4,8 @@
     memtrace dryrun -o run -- python bench/convolutions.py said.json           # anywhere
     python bench/convolutions.py bench/convolutions-h200.json.xz said.json     # compares them
 
-Each case is one convolution, forward and backward; `requests` are the bytes of every allocation, in order. The first
-case is for warming up.
+Each case is one convolution: its shapes, and for each pass the bytes of every allocation, in order. The first case is
+for warming up.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import lzma
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
 Case = dict[str, Any]
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 PLAIN: list[tuple[int, int, int, int, int, int, int]] = [
     # channels in and out, height (= width), window, stride, padding, groups
@@ -45,7 +48,7 @@ VOLUMES: list[tuple[int, int, int, int, int, int]] = [
 
 def cases() -> Iterator[Case]:
     """Every case: by element type, layout and batch."""
-    for dtype in ("float32", "bfloat16", "float16"):
+    for dtype in BYTES:
         for last in (False, True):
             for batch in (1, 8, 32):
                 for one in PLAIN:
@@ -109,19 +112,23 @@ def measured_or_failed(case: Case) -> Case:
 
 
 def compare(truth: list[Case], said: list[Case]) -> str:
-    """How many of each pass are equal, and the sums of both."""
+    """The calls that differ, how many of each pass do not, and how much of the workspaces' bytes is off."""
     lines: list[str] = []
     equal: Counter[tuple[str, ...]] = Counter()
     every: Counter[tuple[str, ...]] = Counter()
+    off = total = 0
     for one, other in zip(truth, said, strict=True):
-        for name in ("forward", "data", "weights"):
+        for name, result in (("forward", "y"), ("data", "x"), ("weights", "w")):
             key = (one["dtype"], "channels last" if one["channels_last"] else "", f"{len(one['x']) - 2}d", name)
             every[key] += 1
             equal[key] += one[name] == other[name]
+            off += abs(sum(one[name]) - sum(other[name]))
+            total += sum(one[name]) - prod(one[result]) * BYTES[one["dtype"]]
             if one[name] != other[name]:
                 shape = f"x {one['x']} w {one['w']} stride {one['stride']}"
                 lines.append(f"{' '.join(key)}: {shape}: {one[name]}, said {other[name]}")
     lines += [f"{equal[key]:4} of {every[key]:4} {' '.join(key)}" for key in sorted(every)]
+    lines.append(f"off by {off / total:.1%} of the bytes of all workspaces")
     return "\n".join([*lines, f"{sum(equal.values())} of {sum(every.values())} equal"])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import signal
 import subprocess
 import sys
@@ -18,9 +20,6 @@ GiB = 1 << 30
 
 @pytest.mark.parametrize(("begin", "size"), [(0, 1 << 20), (100, 1 << 20), (4000, 200), (1, 4096), (5, 3)])
 def test_memory_that_is_cleared_is_zero_and_its_neighbours_are_not(begin: int, size: int) -> None:
-    import ctypes
-    import mmap
-
     memory = mmap.mmap(-1, 2 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # as malloc has it
     memory[:] = b"\1" * len(memory)
     hosts.clear(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + begin, size)
@@ -31,9 +30,6 @@ def test_memory_that_is_cleared_is_zero_and_its_neighbours_are_not(begin: int, s
 
 @pytest.mark.parametrize("kind", ["shared", "file"])
 def test_memory_that_is_not_ours_alone_is_cleared_too(tmp_path: Path, kind: str) -> None:
-    import ctypes
-    import mmap
-
     path = tmp_path / "weights.bin"
     path.write_bytes(b"\1" * (1 << 20))
     with path.open("r+b") as file:

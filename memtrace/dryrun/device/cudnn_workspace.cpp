@@ -153,22 +153,22 @@ Operands operands_of(const Convolution& of) {
 // channels-last on the operands themselves. The rule was fitted on 2,586 calls of cuDNN 9.19 on an H200
 // (bench/convolutions.py, which says how many are equal): its numbers are where other kernels were taken there.
 constexpr int64_t kPersistentBytes = 131;  // of kernels that go over many rows
-constexpr int64_t kManyRows = 28928, kVeryManyRows = 400000;
 constexpr int64_t kPartialSumsBytes = 679;
+constexpr int64_t kGroupedBytes = 64;
+constexpr int64_t kFewPlaces = 904;
+constexpr int64_t kManyRows = 28928, kVeryManyRows = 400000;
+constexpr int64_t kRowsToShareOfFloats = 8720, kRowsToShareOfHalves = 25088, kWeightsToShareOfHalves = 73728;
 constexpr int64_t kShallow = 136, kShallowFloats = 272, kShallowWeights = 32, kDeepLast = 432;  // depths
 
 int64_t workspace_of_points(Pass pass, const Operands& of) {
+  const int64_t copies = of.x + of.y + kTensorCoreBytes;
   if (pass == Pass::weights) {
-    const int64_t copies = of.x + of.y + kTensorCoreBytes;
     const int64_t one_each = of.batch * of.weights * 4;  // a gradient in fp32 for each image, then their sum
     return of.strided || (of.batch > 1 && one_each > copies) ? copies : one_each;
   }
-  if (of.strided) {
-    return of.x + of.y + kTensorCoreBytes + (pass == Pass::data && of.batch > 4 ? kPersistentBytes : 0);
-  }
+  if (of.strided) return copies + (pass == Pass::data && of.batch > 4 ? kPersistentBytes : 0);
   if (pass == Pass::data) return !of.half && of.rows() > kManyRows ? kPointwiseDataBytes : 0;
-  const bool few_places = of.places <= 904;
-  return of.half && few_places && of.depth() > kShallow ? of.x + of.y + kTensorCoreBytes : 0;
+  return of.half && of.places <= kFewPlaces && of.depth() > kShallow ? copies : 0;
 }
 
 // Gradients of few weights over many rows: the rows are shared out until every multiprocessor has a tile of weights, and
@@ -194,7 +194,8 @@ int64_t workspace_of_windows(Pass pass, const Operands& of) {
     case Pass::weights: break;
   }
   if (!of.half && of.depth() < kShallowWeights && of.rows() >= kVeryManyRows) return 0;
-  const bool shared_out = of.half ? of.rows() >= 25088 && of.weights <= 73728 : of.rows() > 8720;
+  const bool shared_out = of.half ? of.rows() >= kRowsToShareOfHalves && of.weights <= kWeightsToShareOfHalves
+                                  : of.rows() > kRowsToShareOfFloats;
   const int64_t shares = shared_out ? shares_of_rows(of) : 1;
   return shares > 1 ? of.x + of.y + shares * of.w + kPartialSumsBytes : copies;
 }
@@ -209,7 +210,7 @@ int64_t workspace_by_rule(const Convolution& convolution) {
   const Operands of = operands_of(convolution);
   const bool grouped = of.group != of.inputs;
   if (grouped && (of.group == 1 || of.channels_last)) return 0;
-  if (grouped) return of.x + of.y + 64;
+  if (grouped) return of.x + of.y + kGroupedBytes;
   if (of.channels_last) return workspace_in_channels_last(convolution.pass, of);
   if (of.taps <= 1) return workspace_of_points(convolution.pass, of);
   return workspace_of_windows(convolution.pass, of);

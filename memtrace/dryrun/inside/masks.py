@@ -10,7 +10,8 @@ import math
 from typing import Any, List, Optional, Set
 
 COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
-ALL, ANY = {"all", "_is_all_true"}, {"any", "_is_any_true"}
+ALL = {"all", "_is_all_true"}
+ALL_OR_ANY = {*ALL, "any", "_is_any_true"}
 _OF_EQUALS = {"eq", "le", "ge"}
 _BELOW = {"ne", "lt", "le"}
 _ABOVE = {"ne", "gt", "ge"}

@@ -229,7 +229,7 @@ class Values:
         some = [one for one in outputs if self.is_small(one) and one.layout is self._torch.strided]
         if not some:
             return
-        if is_assumed and (name in masks.ALL or name in masks.ANY):
+        if is_assumed and name in masks.ALL_OR_ANY:
             self._guess(name, some[0])
             return
         in_place = any(one is other for one in tensors for other in outputs)
