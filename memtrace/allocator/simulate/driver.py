@@ -1,0 +1,290 @@
+"""Where the driver puts segments: as recorded, or by its own rules.
+
+The rules were measured: 58 sequences of cudaMalloc and cudaFree on an H200 (driver 580), all of their 2,193 addresses
+follow from them.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, bisect_right, insort
+from dataclasses import dataclass
+from typing import Protocol
+
+from memtrace.allocator.simulate.requests import SegmentEvents, SegmentKind
+from memtrace.units import MiB
+
+_SLAB = 32 * MiB
+_GRAIN = 2 * MiB
+_UNALIGNED = _SLAB - 4096
+_ANCHOR = 1 << 46
+"""Address of an old slab; only differences to it matter."""
+_CODE = 2 * MiB
+"""The driver's own blocks: code of kernels, loaded at their first use."""
+_LOCAL_BEFORE, _LOCAL_AFTER = 414 * MiB, 640 * MiB
+"""The driver's local memory, given up and taken anew when the first larger kernels run."""
+RESERVATION = 1 << 50
+"""Address space of an expandable segment. The true one is 9/8 of the device's memory: never filled before that is."""
+_MOST_UNSEEN = 40
+_PHASES = 16
+
+
+class DivergedError(Exception):
+    """The allocator asks the driver for something else than it did in the recording."""
+
+    def __init__(self, row: int, reason: str) -> None:
+        super().__init__(reason)
+        self.row = row
+        self.reason = reason
+
+
+class Driver(Protocol):
+    """Answers the allocator. `row` is the row of `Requests` at hand; None is a refusal."""
+
+    def allocate(self, row: int, size: int) -> int | None:
+        """Address of a new segment."""
+
+    def free(self, row: int, address: int, size: int) -> None:
+        """Takes a segment back."""
+
+    def reserve(self, row: int) -> tuple[int, int] | None:
+        """(start, size) of address space for an expandable segment."""
+
+    def map(self, row: int, address: int, size: int) -> bool:
+        """Maps pages."""
+
+    def unmap(self, row: int, address: int, size: int) -> None:
+        """Unmaps them."""
+
+
+class RecordedDriver:
+    """Answers as the recorded one did, and refuses when it refused. Raises DivergedError at any other question."""
+
+    def __init__(self, recorded: SegmentEvents) -> None:
+        columns = (recorded.row, recorded.kind, recorded.address, recorded.size)
+        self._events = list(zip(*(column.tolist() for column in columns), strict=True))
+        self._next = 0
+        self.refusals: list[int] = []
+        """Rows at which it refused."""
+
+    def _peek(self, row: int) -> tuple[int, int, int] | None:
+        """The next recorded event of this row: kind, address, size."""
+        if self._next < len(self._events) and self._events[self._next][0] == row:
+            return self._events[self._next][1:]
+        return None
+
+    def allocate(self, row: int, size: int) -> int | None:
+        found = self._take(row, SegmentKind.ALLOC)
+        if found is None:
+            return None
+        if found[2] != size:
+            raise DivergedError(row, f"a segment of {size:,} bytes is asked for, not of {found[2]:,}")
+        return found[1]
+
+    def free(self, row: int, address: int, size: int) -> None:
+        self._give_back(row, SegmentKind.FREE, address, size)
+
+    def reserve(self, row: int) -> tuple[int, int] | None:
+        found = self._peek(row)
+        if found is not None and found[0] == SegmentKind.MAP:
+            return found[1], RESERVATION
+        self._refuse(row, found)
+        return None
+
+    def map(self, row: int, address: int, size: int) -> bool:
+        found = self._take(row, SegmentKind.MAP)
+        if found is None:
+            return False
+        if found[1:] != (address, size):
+            raise DivergedError(row, f"{size:,} bytes are mapped, or elsewhere, not {found[2]:,}")
+        return True
+
+    def unmap(self, row: int, address: int, size: int) -> None:
+        self._give_back(row, SegmentKind.UNMAP, address, size)
+
+    def finish(self, row: int) -> None:
+        """Raises DivergedError if events up to before `row` were not asked for."""
+        if self._next < len(self._events) and self._events[self._next][0] < row:
+            at, kind, _, size = self._events[self._next]
+            what = SegmentKind(kind).name.lower()
+            raise DivergedError(at, f"the recording has a segment_{what} of {size:,} bytes here that is not needed")
+
+    def _take(self, row: int, wanted: SegmentKind) -> tuple[int, int, int] | None:
+        self.finish(row)
+        found = self._peek(row)
+        if found is not None and found[0] == wanted:
+            self._next += 1
+            return found
+        self._refuse(row, found)
+        return None
+
+    def _refuse(self, row: int, found: tuple[int, int, int] | None) -> None:
+        """The driver said no: memory was given back next, or nothing followed (then the row must be a failed one)."""
+        if found is not None and found[0] in (SegmentKind.ALLOC, SegmentKind.MAP):
+            raise DivergedError(row, "the recording asked the driver for memory of another kind")
+        self.refusals.append(row)
+
+    def _give_back(self, row: int, kind: SegmentKind, address: int, size: int) -> None:
+        self.finish(row)
+        found = self._peek(row)
+        if found != (kind, address, size):
+            raise DivergedError(row, f"{size:,} bytes at {address:#x} are given back, in the recording they are not")
+        self._next += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One way the rest of the process may have used the device and the address space. `number` 0: the rules alone."""
+
+    number: int
+    requests: int
+    """About how many segments will be asked for: the moments are drawn among them."""
+
+
+class RuledDriver:
+    """The driver's own rules. Two layers: slabs with holes, newest first; and the address space they are cut from."""
+
+    def __init__(self, draw: Draw) -> None:
+        chance = random.Random(draw.number)  # noqa: S311 - a draw that is the same every time
+        is_plain = draw.number == 0
+        phase = 0 if is_plain else chance.randrange(_PHASES) * _GRAIN
+        self._space = _AddressSpace(_ANCHOR - 480 * MiB - phase)
+        self._slabs: list[_Slab] = []
+        self._open: list[_Slab] = []
+        self._starts: list[int] = []
+        self._of_start: dict[int, _Slab] = {}
+        self._made = 0
+        old = self._new_slab(_ANCHOR, _SLAB)
+        old.take(8 * MiB)
+        recent = self._new_slab(_ANCHOR - 480 * MiB, 416 * MiB)
+        recent.take(_LOCAL_BEFORE)
+        self._asked = 0
+        self._reserved = 0
+        unseen = 0 if is_plain else chance.randrange(_MOST_UNSEEN + 1)
+        last = max(draw.requests, 1)
+        self._code = sorted(chance.randrange(last) for _ in range(unseen))
+        self._local = chance.randrange(last) if not is_plain and chance.random() < 0.5 else None
+
+    def allocate(self, row: int, size: int) -> int | None:
+        self._asked += 1
+        while self._code and self._code[0] < self._asked:
+            del self._code[0]
+            self._place(_CODE)
+        if self._local is not None and self._local < self._asked:
+            self._local = None
+            self._take_back(_ANCHOR - 480 * MiB, _LOCAL_BEFORE)
+            self._place(_LOCAL_AFTER)
+        return self._place(size)
+
+    def free(self, row: int, address: int, size: int) -> None:
+        self._take_back(address, size)
+
+    def reserve(self, row: int) -> tuple[int, int] | None:
+        # far away from the slabs, one below the other as any large mapping
+        self._reserved += 1
+        return (1 << 60) - self._reserved * RESERVATION, RESERVATION
+
+    def map(self, row: int, address: int, size: int) -> bool:
+        return True
+
+    def unmap(self, row: int, address: int, size: int) -> None:
+        pass
+
+    def _place(self, size: int) -> int:
+        size = -(-size // _GRAIN) * _GRAIN
+        for slab in reversed(self._open):
+            if slab.largest >= size:
+                address = slab.take(size)
+                if not slab.holes:
+                    self._open.remove(slab)
+                return address
+        length = -(-size // _SLAB) * _SLAB
+        slab = self._new_slab(self._space.take(length), length)
+        address = slab.take(size)
+        if not slab.holes:
+            self._open.remove(slab)
+        return address
+
+    def _new_slab(self, start: int, size: int) -> _Slab:
+        self._made += 1
+        slab = _Slab(start, size, self._made)
+        insort(self._starts, start)
+        self._of_start[start] = slab
+        self._open.append(slab)
+        return slab
+
+    def _take_back(self, address: int, size: int) -> None:
+        size = -(-size // _GRAIN) * _GRAIN
+        index = bisect_right(self._starts, address) - 1
+        slab = self._of_start[self._starts[index]] if index >= 0 else None
+        if slab is None or address >= slab.start + slab.size:
+            return  # from before the recording: not in a slab we know
+        if not slab.holes:
+            insort(self._open, slab, key=lambda one: one.number)
+        slab.give_back(address, size)
+        if slab.is_empty:
+            self._open.remove(slab)
+            del self._starts[index]
+            del self._of_start[slab.start]
+            self._space.give_back(slab.start, slab.size)
+
+
+class _Slab:
+    """A piece of address space; `holes` are (size, address), ascending: the first that fits is the smallest, lowest."""
+
+    __slots__ = ("holes", "number", "size", "start")
+
+    def __init__(self, start: int, size: int, number: int) -> None:
+        self.start, self.size, self.number = start, size, number
+        self.holes = [(size, start)]
+
+    @property
+    def largest(self) -> int:
+        return self.holes[-1][0] if self.holes else 0
+
+    @property
+    def is_empty(self) -> bool:
+        return self.holes == [(self.size, self.start)]
+
+    def take(self, size: int) -> int:
+        """The low end of the smallest hole that fits."""
+        room, address = self.holes.pop(bisect_left(self.holes, (size, 0)))
+        if room > size:
+            insort(self.holes, (room - size, address + size))
+        return address
+
+    def give_back(self, address: int, size: int) -> None:
+        """Joins with the holes before and behind."""
+        start, end = address, address + size
+        for room, hole in tuple(self.holes):
+            if hole + room == start or hole == end:
+                self.holes.remove((room, hole))
+                start, end = min(start, hole), max(end, hole + room)
+        insort(self.holes, (end - start, start))
+
+
+class _AddressSpace:
+    """Free ranges of addresses, ascending and never touching: a slab goes into the highest that has room."""
+
+    def __init__(self, top: int) -> None:
+        self._free = [(0, top)]
+
+    def take(self, size: int) -> int:
+        for index in range(len(self._free) - 1, -1, -1):
+            low, high = self._free[index]
+            if high - low >= size + _UNALIGNED:
+                start = (high - size) // _SLAB * _SLAB
+                rest = [(low, start)] + ([(start + size, high)] if start + size < high else [])
+                self._free[index : index + 1] = rest
+                return start
+        raise AssertionError("an address space of 2^46 bytes is full")
+
+    def give_back(self, start: int, size: int) -> None:
+        end = start + size
+        index = bisect_left(self._free, (start, end))
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == start:
+            index -= 1
+            start = self._free.pop(index)[0]
+        self._free.insert(index, (start, end))

@@ -1,0 +1,343 @@
+"""What a program asked of the allocator, one row a call, and what the allocator then did with the driver.
+
+The events of segments are the allocator's answers: they are kept apart, to be compared with. What is not an answer is
+an explicit `empty_cache()`, a call of the program's own (snapshot-format 6.8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memtrace.allocator.result import Replay
+from memtrace.model import Action, SnapshotData, Trace
+from memtrace.model.frozen import FrozenColumns
+from memtrace.model.stacks import NOT_RECORDED
+
+NO_BLOCK = -1
+BEFORE = -1
+_SEGMENT_ACTIONS = (Action.SEGMENT_ALLOC, Action.SEGMENT_FREE, Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
+_GIVEN_BACK = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
+_EMPTY_CACHE = "empty_cache"
+
+
+class Call(IntEnum):
+    """What a row of `Requests` asks. Private pools are not simulated: their segments and blocks are as recorded."""
+
+    ALLOC = 0
+    FREE_REQUESTED = 1
+    FREE_COMPLETED = 2
+    FREE = 3
+    """Both at once: a recording that lacks one of the two kinds of events."""
+    OOM = 4
+    """A request that failed; `size` is rounded."""
+    EMPTY_CACHE = 5
+    PRIVATE_SEGMENT = 6
+    PRIVATE_SEGMENT_FREE = 7
+    PRIVATE_ALLOC = 8
+    PRIVATE_FREE_REQUESTED = 9
+    PRIVATE_FREE_COMPLETED = 10
+    PRIVATE_FREE = 11
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Requests(FrozenColumns):
+    """One row a call, in order. `event` is that of the trace; `block` a row of the replay's lifetimes (`NO_BLOCK`: not
+    of a block); `size` bytes as asked (of a private block: its block size); `stream` an index of `streams`."""
+
+    call: NDArray[np.uint8]
+    event: NDArray[np.int64]
+    block: NDArray[np.int32]
+    size: NDArray[np.int64]
+    stream: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.call)
+
+
+class SegmentKind(IntEnum):
+    """What the allocator did with the driver."""
+
+    ALLOC = 0
+    FREE = 1
+    MAP = 2
+    UNMAP = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentEvents(FrozenColumns):
+    """Memory taken from the driver or given back, in order; `row` is the row of `Requests` during which it was."""
+
+    row: NDArray[np.int64]
+    kind: NDArray[np.uint8]
+    address: NDArray[np.uint64]
+    size: NDArray[np.int64]
+    stream: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StartMap(FrozenColumns):
+    """What was held before the first event: ranges and blocks of the default pool, both by address; bytes of segments
+    and of blocks (live; pending) in private pools."""
+
+    range_address: NDArray[np.uint64]
+    range_size: NDArray[np.int64]
+    range_large: NDArray[np.bool_]
+    range_stream: NDArray[np.int32]
+    range_expandable: NDArray[np.bool_]
+    block: NDArray[np.int32]
+    block_address: NDArray[np.uint64]
+    block_size: NDArray[np.int64]
+    block_pending: NDArray[np.bool_]
+    private_reserved: int
+    private_live: int
+    private_pending: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """A recorded program, ready to be run against an allocator.
+
+    `recorded` is what the allocator did with the driver for it, `address` and `block_size` where each block of the
+    default pool was put; `is_simulated` tells which blocks those are. `emptied` counts explicit `empty_cache()` calls
+    that gave something back (others leave no event); `guessed_calls` of them are told by their place only.
+    """
+
+    requests: Requests
+    recorded: SegmentEvents
+    start: StartMap
+    streams: NDArray[np.uint64]
+    address: NDArray[np.uint64]
+    block_size: NDArray[np.int64]
+    is_simulated: NDArray[np.bool_]
+    events: int
+    emptied: int
+    guessed_calls: int
+    has_private_pools: bool
+
+    @property
+    def blocks(self) -> int:
+        return len(self.address)
+
+
+def workload(data: SnapshotData, replay: Replay) -> Workload:
+    """What the program of a replayed trace asked. The replay must be free of conflicts (`run.unfit` says so)."""
+    trace, blocks, spans = data.trace(replay.device), replay.lifetimes, replay.spans
+    count = replay.events
+    streams, stream_of = _streams(trace, replay)
+    pool = _pools(trace, replay)
+    is_private = pool > 0
+    action = trace.action[:count]
+    segment_events = np.flatnonzero(np.isin(action, _SEGMENT_ACTIONS))
+    segment_pool = _segment_pools(replay, segment_events, count)
+    groups = _groups(data, trace, action, segment_events, segment_pool > 0)
+
+    call = np.full(count, 255, np.uint8)
+    block = np.full(count, NO_BLOCK, np.int32)
+    rows = np.arange(len(blocks), dtype=np.int32)
+    shift = np.where(is_private, np.uint8(Call.PRIVATE_ALLOC), np.uint8(0))
+    born = blocks.born >= 0
+    call[blocks.born[born]], block[blocks.born[born]] = Call.ALLOC + shift[born], rows[born]
+    freed = (blocks.freed >= 0) & (blocks.freed < count)
+    call[blocks.freed[freed]], block[blocks.freed[freed]] = Call.FREE_REQUESTED + shift[freed], rows[freed]
+    died = (blocks.died >= 0) & (blocks.died < count)
+    at_once = died & (blocks.died == blocks.freed)
+    kind = np.where(at_once, Call.FREE, Call.FREE_COMPLETED).astype(np.uint8) + shift
+    call[blocks.died[died]], block[blocks.died[died]] = kind[died], rows[died]
+    call[action == Action.OOM] = Call.OOM
+    call[groups.explicit] = Call.EMPTY_CACHE
+    private = segment_events[segment_pool > 0]
+    given = np.isin(action[private], _GIVEN_BACK)
+    call[private] = np.where(given, Call.PRIVATE_SEGMENT_FREE, Call.PRIVATE_SEGMENT)
+
+    event = np.flatnonzero(call != 255)
+    requests = Requests(
+        call=call[event],
+        event=event,
+        block=block[event],
+        size=_sizes(trace, replay, call, block, event),
+        stream=stream_of(trace.stream[:count][event]),
+    )
+    recorded = _recorded(trace, event, segment_events[segment_pool <= 0], groups, stream_of)
+    return Workload(
+        requests=requests,
+        recorded=recorded,
+        start=_start(replay, is_private, rows, stream_of),
+        streams=streams,
+        address=blocks.address,
+        block_size=blocks.size,
+        is_simulated=~is_private,
+        events=count,
+        emptied=len(groups.explicit),
+        guessed_calls=groups.guessed,
+        has_private_pools=bool(is_private.any() or (spans.pool > 0).any()),
+    )
+
+
+def _streams(trace: Trace, replay: Replay) -> tuple[NDArray[np.uint64], _StreamOf]:
+    """The streams in ascending order, and a function from streams to their indices."""
+    known = np.unique(np.concatenate([trace.stream[: replay.events], replay.lifetimes.stream, replay.spans.stream]))
+    return known, _StreamOf(known)
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamOf:
+    known: NDArray[np.uint64]
+
+    def __call__(self, streams: NDArray[np.uint64]) -> NDArray[np.int32]:
+        return np.searchsorted(self.known, streams).astype(np.int32)
+
+
+def _pools(trace: Trace, replay: Replay) -> NDArray[np.int32]:
+    """The pool of each block: 0 the default one, above it a private one. What nobody says counts as the default."""
+    blocks, spans = replay.lifetimes, replay.spans
+    pool = np.zeros(len(blocks), np.int32)
+    placed = blocks.span >= 0
+    pool[placed] = spans.pool[blocks.span[placed]]
+    if (spans.expandable & (spans.pool > 0)).any():
+        for row in np.flatnonzero(spans.expandable & (spans.pool > 0)).tolist():
+            start, size = spans.address[row], np.uint64(spans.size[row])
+            inside = ~placed & (blocks.address >= start) & (blocks.address < start + size)
+            pool[inside & (blocks.born <= spans.died[row]) & (blocks.died >= spans.born[row])] = spans.pool[row]
+    if trace.pool is not None:
+        said = blocks.born >= 0
+        of_event = trace.pool[np.maximum(blocks.born, 0)]
+        pool = np.where(said & (of_event >= 0), of_event, pool)
+    return np.maximum(pool, 0).astype(np.int32)
+
+
+def _segment_pools(replay: Replay, events: NDArray[np.int64], count: int) -> NDArray[np.int32]:
+    """The pool of each segment event, by the extent that began or ended with it."""
+    spans = replay.spans
+    pool = np.zeros(count + 1, np.int32)
+    for at in (spans.died, spans.born):
+        known = (at >= 0) & (at < count)
+        pool[at[known]] = np.maximum(spans.pool[known], 0)
+    return pool[events]
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Segment events (`events`) told apart: `own` are the program's (given back by an explicit call), `explicit` the
+    events at which such a call was made."""
+
+    events: NDArray[np.int64]
+    own: NDArray[np.bool_]
+    explicit: NDArray[np.int64]
+    guessed: int
+
+
+def _groups(
+    data: SnapshotData,
+    trace: Trace,
+    action: NDArray[np.uint8],
+    events: NDArray[np.int64],
+    is_private: NDArray[np.bool_],
+) -> _Groups:
+    """Which of the segment events (all, in order) an explicit `empty_cache()` made.
+
+    What a failed allocation gives back shares its stack; without stacks, it is what an allocation that needs a new
+    segment, or one that fails, comes right after.
+    """
+    own = np.zeros(len(events), np.bool_)
+    given = np.isin(action[events], _GIVEN_BACK)
+    if not given.any():
+        return _Groups(events, own, np.zeros(0, np.int64), 0)
+    others = np.flatnonzero(~np.isin(action, _SEGMENT_ACTIONS))
+    after = np.searchsorted(others, events)
+    asks = np.append(np.isin(action[others], (Action.ALLOC, Action.OOM)), False)[after]
+    following = np.append(others, -1)[after]
+    same = trace.stack[events] == trace.stack[following]
+    takes = np.zeros(len(others) + 1, np.bool_)
+    takes[after[~given]] = True
+    takes[:-1] |= action[others] == Action.OOM
+    stackless = trace.stack[events] == NOT_RECORDED
+    frameless = _is_frameless(data, trace.stack[events])
+    named = _names_empty_cache(data, trace.stack[events])
+    forced = asks & same & ~named & (takes[after] | ~(stackless | frameless))
+    own = given & ~forced & ~is_private
+    # one call each: its events stand together, and no event of another kind between them
+    first = np.flatnonzero(own)
+    starts = first[np.concatenate([[True], np.diff(events[first]) > 1])] if len(first) else first
+    return _Groups(events, own, events[starts], int(((stackless | frameless) & own)[starts].sum()))
+
+
+def _is_frameless(data: SnapshotData, stacks: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Which stacks were recorded without a frame."""
+    known = np.maximum(stacks, 0)
+    lengths = np.diff(data.stacks.offsets) if len(data.stacks) else np.ones(1, np.int64)
+    return np.asarray((stacks >= 0) & (lengths[known] == 0))
+
+
+def _names_empty_cache(data: SnapshotData, stacks: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Which stacks pass through a function of that name."""
+    table = data.stacks
+    distinct, which = np.unique(stacks, return_inverse=True)
+    names = [any(_EMPTY_CACHE in frame.name for frame in table.frames(stack)) for stack in distinct.tolist()]
+    return np.array(names, np.bool_)[which] if len(names) else np.zeros(len(stacks), np.bool_)
+
+
+def _sizes(
+    trace: Trace, replay: Replay, call: NDArray[np.uint8], block: NDArray[np.int32], event: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Bytes of each row: as the event has them; of blocks in private pools, the block's."""
+    size = trace.size[: replay.events][event].astype(np.int64)
+    calls, rows = call[event], block[event]
+    private = np.isin(calls, (Call.PRIVATE_ALLOC,))
+    size[private] = replay.lifetimes.size[rows[private]]
+    return size
+
+
+def _recorded(
+    trace: Trace,
+    event: NDArray[np.int64],
+    segments: NDArray[np.int64],
+    groups: _Groups,
+    stream_of: _StreamOf,
+) -> SegmentEvents:
+    """The segment events of the default pool, each with the row that caused it: the next one, or the explicit call."""
+    kind = np.zeros(256, np.uint8)
+    for action, name in zip(_SEGMENT_ACTIONS, (0, 1, 2, 3), strict=True):
+        kind[action] = name
+    row = np.searchsorted(event, segments)
+    own = groups.own[np.searchsorted(groups.events, segments)]
+    made_by = groups.explicit[np.searchsorted(groups.explicit, segments[own], side="right") - 1]
+    row[own] = np.searchsorted(event, made_by)
+    return SegmentEvents(
+        row=row,
+        kind=kind[trace.action[segments]],
+        address=trace.addr[segments].copy(),
+        size=trace.size[segments].copy(),
+        stream=stream_of(trace.stream[segments]),
+    )
+
+
+def _start(replay: Replay, is_private: NDArray[np.bool_], rows: NDArray[np.int32], stream_of: _StreamOf) -> StartMap:
+    blocks, spans = replay.lifetimes, replay.spans
+    held = spans.born == BEFORE
+    shared = np.flatnonzero(held & (spans.pool <= 0))
+    shared = shared[np.argsort(spans.address[shared])]
+    active = (blocks.born == BEFORE) & (blocks.died > BEFORE)
+    pending = active & (blocks.freed == BEFORE)
+    ours = np.flatnonzero(active & ~is_private)
+    ours = ours[np.argsort(blocks.address[ours])]
+    return StartMap(
+        range_address=spans.address[shared],
+        range_size=spans.size[shared],
+        range_large=spans.large[shared],
+        range_stream=stream_of(spans.stream[shared]),
+        range_expandable=spans.expandable[shared],
+        block=rows[ours],
+        block_address=blocks.address[ours],
+        block_size=blocks.size[ours],
+        block_pending=pending[ours],
+        private_reserved=int(spans.size[held & (spans.pool > 0)].sum()),
+        private_live=int(blocks.size[active & is_private & ~pending].sum()),
+        private_pending=int(blocks.size[pending & is_private].sum()),
+    )
