@@ -22,7 +22,9 @@ _ANCHOR = 1 << 46
 _CODE = 2 * MiB
 """The driver's own blocks: code of kernels, loaded at their first use."""
 _LOCAL_BEFORE, _LOCAL_AFTER = 414 * MiB, 640 * MiB
-"""The driver's local memory, given up and taken anew when the first larger kernels run."""
+_LOCAL_WITHIN = 5
+"""The driver's local memory, given up and taken anew when the first larger kernels run: in the recordings that show it,
+within so many segments after the first forward began, mostly."""
 RESERVATION = 1 << 50
 """Address space of an expandable segment. The true one is 9/8 of the device's memory: never filled before that is."""
 _MOST_UNSEEN = 40
@@ -134,11 +136,15 @@ class RecordedDriver:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One way the rest of the process may have used the device and the address space. `number` 0: the rules alone."""
+    """One way the rest of the process may have used the device and the address space. `number` 0: the rules alone.
+
+    The program's first larger kernels run from row `kernels_from` of its requests on, all of them for the first time
+    before `kernels_until`.
+    """
 
     number: int
-    requests: int
-    """About how many segments will be asked for: the moments are drawn among them."""
+    kernels_from: int
+    kernels_until: int
 
 
 class RuledDriver:
@@ -158,22 +164,21 @@ class RuledDriver:
         old.take(8 * MiB)
         recent = self._new_slab(_ANCHOR - 480 * MiB, 416 * MiB)
         recent.take(_LOCAL_BEFORE)
-        self._asked = 0
         self._reserved = 0
         unseen = 0 if is_plain else chance.randrange(_MOST_UNSEEN + 1)
-        last = max(draw.requests, 1)
-        self._code = sorted(chance.randrange(last) for _ in range(unseen))
-        self._local = chance.randrange(last) if not is_plain and chance.random() < 0.5 else None
+        self._code = sorted(chance.randrange(max(draw.kernels_until, 1)) for _ in range(unseen))
+        self._kernels_from = draw.kernels_from
+        self._until_local = chance.randint(1, _LOCAL_WITHIN) if not is_plain and chance.random() < 0.5 else 0
 
     def allocate(self, row: int, size: int) -> int | None:
-        self._asked += 1
-        while self._code and self._code[0] < self._asked:
+        while self._code and self._code[0] <= row:
             del self._code[0]
             self._place(_CODE)
-        if self._local is not None and self._local < self._asked:
-            self._local = None
-            self._take_back(_ANCHOR - 480 * MiB, _LOCAL_BEFORE)
-            self._place(_LOCAL_AFTER)
+        if self._until_local and row >= self._kernels_from:
+            self._until_local -= 1
+            if not self._until_local:
+                self._take_back(_ANCHOR - 480 * MiB, _LOCAL_BEFORE)
+                self._place(_LOCAL_AFTER)
         return self._place(size)
 
     def free(self, row: int, address: int, size: int) -> None:
