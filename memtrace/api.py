@@ -35,11 +35,15 @@ from memtrace.units import format_bytes, plural
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from memtrace.analysis.fits import Fits
     from memtrace.analysis.given import Given
     from memtrace.analysis.info import DeviceInfo
     from memtrace.analysis.job import Job
+    from memtrace.analysis.oom import Desk, Oom
+    from memtrace.analysis.reserved import Reserved
     from memtrace.analysis.tree import CallTree
     from memtrace.analysis.verify import Verdict
+    from memtrace.analysis.whatif import Scenario, Simulation
     from memtrace.analysis.why import Why
     from memtrace.analysis.zero import Comparison
     from memtrace.attribution.rule import Rule
@@ -70,14 +74,15 @@ def load(
     progress: Progress | None = None,
     cache: bool = True,
     rules: RulesLike | None = None,
+    at_oom: bool = False,
 ) -> Snapshot:
     """Opens a snapshot: a pickle of any torch release (plain, .gz, .xz, .zst, torch's plot HTML), or a recording.
 
-    A directory is a recording: `rank` chooses in it (default: the rank with the highest peak). `max_bytes` bounds
-    the uncompressed size (default 8 GiB); `progress(done, total)` hears about bytes read. A large file that was
-    opened before comes from the user's cache, unless `cache` is False; only `Snapshot.remember` writes to it. `rules`:
-    TOML files with rules of your own (docs/rules.md). Raises a `memtrace.errors.SourceError` that says what is wrong
-    with the input. Nothing in a file is ever run.
+    A directory is a recording: `rank` chooses in it (default: the rank with the highest peak, with `at_oom` the one
+    that ran out of memory first). `max_bytes` bounds the uncompressed size (default 8 GiB); `progress(done, total)`
+    hears about bytes read. A large file that was opened before comes from the user's cache, unless `cache` is False;
+    only `Snapshot.remember` writes to it. `rules`: TOML files with rules of your own (docs/rules.md). Raises a
+    `memtrace.errors.SourceError` that says what is wrong with the input. Nothing in a file is ever run.
 
     >>> load("fixtures/mlp-adamw.pickle.xz").peak()
     Peak(545.23 MiB allocated after event 192)
@@ -88,7 +93,7 @@ def load(
     if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises for a name that is too long
         from memtrace.io import recording
 
-        source = recording.choose(Path(path), rank)
+        source = (recording.choose_at_oom if at_oom else recording.choose)(Path(path), rank)
         path = os.fspath(source.path)
     elif rank is not None:
         raise QuestionError("--rank chooses in a recording, and this is one file", hint="Leave --rank out.")
@@ -150,6 +155,7 @@ class Snapshot:
         self._peaks: dict[int, Peaks] = {}
         self._timelines: dict[int, Timeline] = {}
         self._attributions: dict[int, Attribution] = {}
+        self._simulations: dict[tuple[int, int | None], Simulation] = {}
 
     def __repr__(self) -> str:
         device = self.default_device
@@ -281,13 +287,18 @@ class Snapshot:
         self._timelines[device], self._attributions[device] = found
 
     def _new_decisions(self, replay: Replay) -> tuple[Timeline, Attribution]:
-        from memtrace.attribution.attribute import attribute
         from memtrace.timeline.find import timeline_of
 
         phases = () if self.sidecar is None else self.sidecar.phases
         timeline = timeline_of(self.data, replay.device, replay.lifetimes, phases)
+        return timeline, self._attributed(replay, timeline)
+
+    def _attributed(self, replay: Replay, timeline: Timeline) -> Attribution:
+        """What the rules and the recorder say of the blocks of a replay."""
+        from memtrace.attribution.attribute import attribute
+
         labels = None if self.rules is None else self.rules.labels
-        return timeline, attribute(self.data, replay, timeline, self._rules(), labels, self.sidecar)
+        return attribute(self.data, replay, timeline, self._rules(), labels, self.sidecar)
 
     def blame(
         self,
@@ -318,6 +329,27 @@ class Snapshot:
             event=event,
             of=of,
             by=by,
+        )
+
+    def ledger(self, at: str | int = "peak", device: int | None = None) -> Reserved:
+        """What reserved memory is made of at a moment (`peak`: of reserved): the allocator's own part, by pool and
+        stream, who waits, and which blocks pin what is free.
+
+        >>> found = load("fixtures/two-streams.pickle.xz").ledger()
+        >>> sum(pin.hostage_bytes for pin in found.pins) == found.ledger.stranded
+        True
+        """
+        from memtrace.analysis.reserved import reserved_at
+
+        chosen = self._device(device)
+        return reserved_at(
+            self.data,
+            self.replay(chosen),
+            self.timeline(chosen),
+            self.attribution(chosen),
+            self._shown,
+            event=self.event(at, "reserved", chosen),
+            sidecar=self.sidecar,
         )
 
     def why(self, at: str | int = "peak", of: str = "allocated", device: int | None = None) -> tuple[Why, ...]:
@@ -359,6 +391,71 @@ class Snapshot:
             world = self.sidecar.world
         beside = None if self.sidecar is None else self.sidecar.rank
         return {"world": world, "rank": beside if self.recording is None else self.recording.rank}
+
+    def ooms(self, device: int | None = None, *, capacity: int | None = None) -> tuple[Oom, ...]:
+        """Every request of a device that failed for want of memory, in order: what it asked, what was free, and why it
+        failed. `capacity`: the device's memory in bytes, where the recording does not say it or says it wrong."""
+        from memtrace.analysis.oom import oom_events
+        from memtrace.attribution.asked import purposes
+
+        chosen = self._device(device)
+        replay, timeline = self.replay(chosen), self.timeline(chosen)
+        events = oom_events(replay, self.data.trace(chosen))
+        found = purposes(self.data, replay, timeline, self.attribution(chosen), events, self._attributed)
+        return self._desk(chosen, capacity).failed(events, found)
+
+    def would_fit(
+        self, size: int, at: str | int = "peak", device: int | None = None, *, capacity: int | None = None
+    ) -> Oom:
+        """Whether a request of `size` bytes would have fitted after a moment, and if not, why not."""
+        chosen = self._device(device)
+        return self._desk(chosen, capacity).supposed(size, self.event(at, "allocated", chosen))
+
+    def _desk(self, device: int, capacity: int | None) -> Desk:
+        from memtrace.analysis.capacity import capacity_of
+        from memtrace.analysis.oom import Desk
+
+        known = capacity_of(self.data, device, self.sidecar, capacity)
+        return Desk(self.data, self.replay(device), self.timeline(device), known)
+
+    def simulation(
+        self, device: int | None = None, *, limit: int | None = None, progress: Progress | None = None
+    ) -> Simulation:
+        """The recording, ready to be simulated under other settings of the allocator: see `whatif`. `limit`: torch's
+        cap in bytes as somebody says it, tried where the recording does not fit without one."""
+        from memtrace.analysis.capacity import capacity_of
+        from memtrace.analysis.whatif import simulation
+
+        chosen = self._device(device)
+        if (chosen, limit) not in self._simulations:
+            known = capacity_of(self.data, chosen, self.sidecar).limit_bytes
+            replay, timeline = self.replay(chosen), self.timeline(chosen)
+            self._simulations[chosen, limit] = simulation(self.data, replay, timeline, known, limit, progress)
+        return self._simulations[chosen, limit]
+
+    def whatif(self, device: int | None = None, **changes: Any) -> Scenario:
+        """What the allocator would have done under other settings: `expandable_segments`, `max_split_size_mb`,
+        `roundup_power2_divisions`, `garbage_collection_threshold`, `large_segment_size_mb`, `limit` (bytes),
+        `empty_cache_every_step`, `torch` (a release). Its `prediction` is None where the simulation of the recorded
+        setting is not the recording (`simulation().reason` says why).
+
+        >>> load("fixtures/mlp-adamw.pickle.xz").whatif(expandable_segments=True).prediction.outcome.reserved_peak
+        610271232
+        """
+        from memtrace.analysis.settings import Change
+
+        change = Change(**changes)
+        return self.simulation(device, limit=change.limit).scenario(change)
+
+    def fits(self, device: int | None = None) -> Fits:
+        """The smallest limit under which every request is served, under the recorded setting and the best one. Raises
+        QuestionError where the simulation of the recorded setting is not the recording."""
+        from memtrace.analysis.fits import fits
+
+        simulation = self.simulation(device)
+        if not simulation.is_exact:
+            raise QuestionError(f"this recording cannot be simulated: {simulation.reason}")
+        return fits(simulation)
 
     def tree(self, at: str | int = "peak", of: str = "allocated", device: int | None = None) -> CallTree:
         """The call tree of a moment: a networkx DiGraph of frames with edges weighted in bytes."""

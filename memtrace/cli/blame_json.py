@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from memtrace.analysis.blame import Blame, Evidence, Row
@@ -12,6 +13,8 @@ from memtrace.cli import output
 from memtrace.model import Frame, Notice
 
 if TYPE_CHECKING:
+    from memtrace.analysis.ledger import Ledger
+    from memtrace.analysis.reserved import Reserved
     from memtrace.analysis.tree import CallTree
 
 
@@ -29,6 +32,8 @@ def write(opened: Snapshot, answer: Blame, notices: Iterable[Notice]) -> None:
         "by": answer.by,
         "rows": (_json_row(answer, row) for row in answer.rows),
     }
+    if answer.of == "reserved":
+        data["ledger"] = _ledger(opened.ledger(answer.event, answer.device))
     if answer.by == "tree":
         from memtrace.analysis.tree import call_tree
 
@@ -69,6 +74,29 @@ def _json_row(answer: Blame, row: Row) -> dict[str, Any]:
             "before_recording": block.before_recording,
         }
     return fields
+
+
+def _ledger(found: Reserved) -> dict[str, Any]:
+    """What reserved memory is made of, all lists complete."""
+    return {
+        **_terms(found.ledger),
+        "parts": [
+            {
+                "pool": part.pool,
+                "stream": part.stream,
+                "pool_id": None if part.pool_id is None else list(part.pool_id),
+                **_terms(part.ledger),
+            }
+            for part in found.parts
+        ],
+        "pending": [asdict(one) for one in found.waiting],
+        "pins": (asdict(pin) | {"stack": [_json_frame(frame) for frame in found.frames(pin)]} for pin in found.pins),
+        "device": asdict(found.memory),
+    }
+
+
+def _terms(ledger: Ledger) -> dict[str, int]:
+    return {f"{name}_bytes": size for name, size in asdict(ledger).items()} | {"reserved_bytes": ledger.reserved}
 
 
 def _json_evidence(evidence: Evidence | None) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from memtrace.api import Snapshot
 from memtrace.attribution import REASON_TEXT, Reason
 from memtrace.attribution.rule import BY_TEXT, By
 from memtrace.attribution.rules.torch import PRIOR_BUCKET, PRIOR_MASTER
+from memtrace.cli.ledger_text import NO_PYTHON, WITHOUT_PYTHON, LedgerText
 from memtrace.cli.options import Common
 from memtrace.cli.output import Column, Page
 from memtrace.model import Action
@@ -32,7 +33,6 @@ _FULL_FRAMES = 1000
 _REASONS = 10
 _DEEPEST_INDENT = 60
 _LEAST_WRAP = 20
-_NO_PYTHON = "(autograd's thread: no Python frame)"
 _BY_SIZE = (PRIOR_BUCKET.id, PRIOR_MASTER.id)
 _UNDECIDED = {
     "prior": "Made before the recording began, so without a stack. Record from before the first allocation to name it.",
@@ -82,11 +82,20 @@ class Report:
                 self.page.line()
                 self.page.line("By stack, your own frames first:")
                 self._table(self.opened.blame(answer.event, answer.of, "stack", answer.device, cpp=self.cpp))
+        if answer.of == "reserved" and answer.by == "category":
+            self._ledger()
         if self.why:
             self._reasons()
         self.page.line()
         for line in self._closing():
             self.page.line(line, wrap=not line.startswith(("next:", "      memtrace ")))
+
+    def _ledger(self) -> None:
+        """What is the allocator's: by pool and stream, who waits, who pins."""
+        answer = self.answer
+        found = self.opened.ledger(answer.event, answer.device)
+        expandable = self.opened.replay(answer.device).settings.expandable
+        LedgerText(self.page, found, self.shared.units, self.top, expandable=expandable).write()
 
     def _unit(self) -> str:
         return {"auto": unit_of(self.answer.total_bytes), "bytes": "B"}.get(self.shared.units, self.shared.units)
@@ -232,7 +241,7 @@ class Report:
         if not frames:
             if row.evidence is not None and row.evidence.rule in _BY_SIZE:
                 return "(from before the recording, told by its size)"
-            return _NO_PYTHON if row.category in ("bwd.temp", "grad.full", "grad.partition") else ""
+            return NO_PYTHON if row.category in WITHOUT_PYTHON else ""
         if chosen is None or side_of(chosen.filename) == Side.CPP:
             chosen = (library_path(frames) or own_frames(frames) or [*frames])[0]
         text = display_frame_briefly(chosen)

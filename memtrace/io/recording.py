@@ -43,7 +43,8 @@ class NothingRecordedError(SourceError):
 @dataclass(frozen=True, slots=True)
 class RankFile:
     """A snapshot in a recording. `process` counts those of a rank from 1; `tag` says what it was taken for, "" being
-    the rank's last; `world` and `peak_bytes` (allocated) are None where no sidecar says them."""
+    the rank's last; `world` and `peak_bytes` (allocated) are None where no sidecar says them. `oom_us`: when a request
+    of this process first failed for want of memory, in microseconds since 1970; None: none did."""
 
     path: Path
     directory: Path
@@ -52,6 +53,7 @@ class RankFile:
     tag: str
     world: int | None
     peak_bytes: int | None
+    oom_us: int | None = None
 
 
 class Unrecorded(NamedTuple):
@@ -143,6 +145,13 @@ def choose(directory: Path, rank: int | None = None) -> RankFile:
     raise QuestionError.unknown("rank", str(rank), [item.rank for item in files])
 
 
+def choose_at_oom(directory: Path, rank: int | None = None) -> RankFile:
+    """The same of `rank`, else of the rank that ran out of memory first; of the highest peak where none did."""
+    directory = recording_at(directory)
+    found = [item for item in snapshots_of(directory) if item.oom_us is not None and rank in (None, item.rank)]
+    return min(found, key=lambda item: item.oom_us or 0) if found else choose(directory, rank)
+
+
 def recording_at(directory: Path) -> Path:
     """The directory if it is a recording, else the newest recording in it. Raises NotARecordingError."""
     if _dumps(directory):
@@ -223,7 +232,10 @@ def _described(directory: Path, stem: _Stem, dump: _Dump) -> RankFile | None:
     if dump.snapshot is None:
         return None
     content = read_json(dump.sidecar)
-    stats = content.get("stats")
+    stats, oom = content.get("stats"), content.get("oom")
+    oom_us = natural(oom.get("time_us")) if isinstance(oom, dict) else None
+    if oom_us is None and stem.tag == "oom":
+        oom_us = dump.snapshot.stat().st_mtime_ns // 1000
     return RankFile(
         path=dump.snapshot,
         directory=directory,
@@ -232,6 +244,7 @@ def _described(directory: Path, stem: _Stem, dump: _Dump) -> RankFile | None:
         tag=stem.tag,
         world=natural(content.get("world")),
         peak_bytes=natural(stats.get("allocated_bytes.all.peak")) if isinstance(stats, dict) else None,
+        oom_us=oom_us,
     )
 
 

@@ -82,12 +82,21 @@ class Device(NamedTuple):
     capacity_bytes: int | None
 
 
+class OomNote(NamedTuple):
+    """What torch told the recorder when a request failed for good, the first time it did. `total_bytes`: torch's own
+    cap where it has one, else the device's capacity."""
+
+    device: int
+    total_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Sidecar:
     """The parts of a sidecar that an analysis uses. Versions are text, or None where it does not say.
 
     `stats` are torch's counters when the snapshot was taken, `other_stats` those of other devices; `start` is of the
-    main device; `max_entries` how many events torch's ring held.
+    main device; `max_entries` how many events torch's ring held. `limit_bytes` is torch's own cap on the main device,
+    `free_bytes` what its driver had left when the snapshot was taken.
     """
 
     path: Path
@@ -97,6 +106,9 @@ class Sidecar:
     world: int | None
     stage: int | None
     device: Device
+    limit_bytes: int | None
+    free_bytes: int | None
+    oom: OomNote | None
     max_entries: int | None
     stats: Mapping[str, int] | None
     other_stats: Mapping[int, Mapping[str, int]]
@@ -113,6 +125,26 @@ class Sidecar:
     def stats_of(self, device: int) -> Mapping[str, int] | None:
         """Torch's counters of a device when the snapshot was taken, if they are there."""
         return self.stats if self.is_about(device) else self.other_stats.get(device)
+
+    def capacity_of(self, device: int) -> int | None:
+        """Bytes of memory that a device has, if that was noted."""
+        return self.device.capacity_bytes if self.is_about(device) else None
+
+    def limit_of(self, device: int) -> int | None:
+        """Torch's own cap on a device in bytes; None: it has none, or nobody noted it."""
+        if self.is_about(device) and self.limit_bytes is not None:
+            return self.limit_bytes
+        capacity = self.capacity_of(device)
+        if self.oom is None or self.oom.device != device or capacity is None or self.oom.total_bytes >= capacity:
+            return None
+        return self.oom.total_bytes
+
+    def outside_of(self, device: int) -> int | None:
+        """Bytes of a device that were not torch's when the snapshot was taken, if that was noted."""
+        capacity, reserved = self.capacity_of(device), (self.stats or {}).get("reserved_bytes.all.current")
+        if capacity is None or self.free_bytes is None or reserved is None:
+            return None
+        return max(0, capacity - self.free_bytes - reserved)
 
 
 def sidecar_path(snapshot: Path) -> Path:
@@ -156,6 +188,9 @@ def _sidecar(path: Path, content: dict[str, Any]) -> Sidecar:
         world=natural(zero.get("world")) or natural(content.get("world")),
         stage=natural(zero.get("stage")),
         device=device,
+        limit_bytes=natural(content.get("limit_bytes")),
+        free_bytes=_free(content.get("mem_get_info")),
+        oom=_oom(_dict(content.get("oom"))),
         max_entries=natural(content.get("max_entries")),
         stats=_counters(content.get("stats")),
         other_stats=_other_stats(_dict(content.get("other_devices"))),
@@ -187,6 +222,16 @@ def _device(row: dict[str, Any]) -> Device:
     name = row.get("name")
     known = name if isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME else None
     return Device(natural(row.get("index")), known, natural(row.get("capacity_bytes")))
+
+
+def _free(value: object) -> int | None:
+    """Of `torch.cuda.mem_get_info()`, free and total bytes, the first."""
+    return natural(value[0]) if isinstance(value, list) and len(value) == 2 else None
+
+
+def _oom(row: dict[str, Any]) -> OomNote | None:
+    device, total = natural(row.get("device")), natural(row.get("total_bytes"))
+    return None if device is None or total is None else OomNote(device, total)
 
 
 def _counters(value: object) -> dict[str, int] | None:

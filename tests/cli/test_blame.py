@@ -225,3 +225,110 @@ def test_what_was_told_by_its_size_says_so() -> None:
     assert bucket.endswith("(from before the recording, told by its size)")
     prior = next(line for line in out.splitlines() if line.startswith("prior: "))
     assert prior == "prior: 59.67 MiB, no rule decided"
+
+
+LEDGER_TERMS = {
+    f"{name}_bytes" for name in ("requested", "rounding", "slack", "pending", "stranded", "releasable", "reserved")
+}
+
+
+@pytest.mark.parametrize("name", ["two-streams", "cuda-graph", "ragged-expandable", "gpt2-zero3"])
+def test_the_documents_ledger(name: str) -> None:
+    ran = memtrace("blame", f"fixtures/{name}.pickle.xz", "--of", "reserved", "--json", "-n", "1")
+    data = ran.document["data"]
+    ledger = data["ledger"]
+    assert ledger.keys() == LEDGER_TERMS | {"parts", "pending", "pins", "device"}
+    assert ledger["reserved_bytes"] == data["total_bytes"]
+    rows = {row["category"]: row["bytes"] for row in data["rows"]}
+    for term in ("rounding", "slack", "pending", "stranded", "releasable"):
+        assert ledger[f"{term}_bytes"] == rows.get(f"alloc.{term}", 0)
+    for term in LEDGER_TERMS:
+        assert sum(part[term] for part in ledger["parts"]) == ledger[term]
+    for part in ledger["parts"]:
+        assert part.keys() == LEDGER_TERMS | {"pool", "stream", "pool_id"}
+        assert part["pool"] in ("small", "large")
+    for one in ledger["pending"]:
+        assert one.keys() == {"stream", "bytes", "blocks", "waited_events", "waited_us", "still_events", "still_us",
+                              "unfinished_blocks"}  # fmt: skip
+    assert sum(one["bytes"] for one in ledger["pending"]) == ledger["pending_bytes"]
+    for pin in ledger["pins"]:
+        assert pin.keys() == {"stack", "category", "blocks", "pending_blocks", "bytes", "hostage_bytes", "alone_bytes",
+                              "together_bytes", "born", "phase", "step"}  # fmt: skip
+    assert sum(pin["hostage_bytes"] for pin in ledger["pins"]) == ledger["stranded_bytes"]
+    assert ledger["device"] == {"capacity_bytes": None, "free_bytes": None, "outside_bytes": None}
+
+
+def test_only_reserved_has_a_ledger() -> None:
+    ran = memtrace("blame", "fixtures/two-streams.pickle.xz", "--json")
+    assert "ledger" not in ran.document["data"]
+    assert "pins" not in memtrace("blame", "fixtures/two-streams.pickle.xz").out
+
+
+def test_the_device_of_a_recording() -> None:
+    recording = str(FIXTURES / "recordings" / "gpt2-oom")
+    device = memtrace("blame", recording, "--of", "reserved", "--at", "oom", "--json").document["data"]["ledger"][
+        "device"
+    ]
+    assert device["capacity_bytes"] == 150_109_880_320
+    assert device["free_bytes"] == 132_011_524_096
+    assert device["outside_bytes"] == 150_109_880_320 - 132_011_524_096 - 8_029_995_008
+    text = memtrace("blame", recording, "--of", "reserved", "--at", "oom").out
+    assert "The device's 139.80 GiB: 7.48 GiB reserved, 9.38 GiB outside torch, 122.95 GiB free." in text
+    peak = memtrace("blame", recording, "--of", "reserved").out
+    assert "what of it was outside torch is not recorded for this moment" in peak
+
+
+def test_what_pins_in_words() -> None:
+    """Of the 397 MiB that are stranded there, four blocks of 5.9 MiB keep 366."""
+    text = memtrace("blame", "fixtures/ragged.pickle.xz", "--of", "reserved", "-n", "2").out
+    assert "What pins the stranded memory:\n397.29 MiB is stranded: free, but in segments that 203 live blocks" in text
+    assert "Freeing the 4 of gpt2/modeling_gpt2.py:307 forward would release 370.00 MiB." in text
+    table = text.split("MiB pinned", 1)[1].splitlines()
+    assert table[1].split() == [
+        "365.70",
+        "23.44",
+        "370.00",
+        "4",
+        "act.saved,",
+        "born",
+        "in",
+        "forward",
+        "of",
+        "step",
+        "5",
+    ]
+    assert [line.split()[-2:] for line in table if "more" in line] == [["21", "more"]]
+    assert "pages" in memtrace("blame", "fixtures/ragged-expandable.pickle.xz", "--of", "reserved").out
+
+
+def test_no_call_site_pins_alone(tmp_path: Path) -> None:
+    path = (
+        SnapshotBuilder()
+        .alloc(0x7F0000000000, 3 * MiB, stack="a.py:1 one")
+        .alloc(0x7F0000000000 + 3 * MiB, 3 * MiB, stack="a.py:2 two")
+        .free_requested(0x7F0000000000 + 3 * MiB)
+        .pickle(tmp_path / "one.pickle")
+    )
+    text = memtrace("blame", str(path), "--of", "reserved", "--at", "end").out
+    assert (
+        "14.00 MiB is stranded: free, but in segments that 1 live block and 1 pending block (6.00 MiB) pin. "
+        "No call site pins a segment alone: several have to let go."
+    ) in text
+    assert (
+        "Pending on stream 0: 3.00 MiB in 1 block, freed up to 0 events (0.000 s) before; "
+        "all of it still waits when the trace ends."
+    ) in text
+
+
+def test_the_end_of_a_wait_in_words(tmp_path: Path) -> None:
+    base = 0x7F0000000000
+    path = tmp_path / "one.pickle"
+    builder = (
+        SnapshotBuilder().alloc(base, 2 * MiB).alloc(base + 2 * MiB, 2 * MiB).free_requested(base).start_recording()
+    )
+    builder.free_requested(base + 2 * MiB).alloc(base + 4 * MiB, 2 * MiB).free_completed(base).pickle(path)
+    text = memtrace("blame", str(path), "--of", "reserved", "--at", "1").out
+    assert (
+        "Pending on stream 0: 4.00 MiB in 2 blocks, in part freed before the recording; "
+        "1 never within the trace, of the others the last was free again 1 event (0.000 s) later."
+    ) in text

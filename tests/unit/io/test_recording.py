@@ -165,3 +165,30 @@ def test_none_found_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("MEMTRACE_DIR", str(tmp_path))
     with pytest.raises(NoRecordingError, match="memtrace record -- COMMAND"):
         recording.newest()
+
+
+def test_the_rank_that_ran_out_of_memory_first_can_be_chosen(tmp_path: Path) -> None:
+    put(tmp_path, "rank0000", 64)
+    put(tmp_path, "rank0001", 8, oom={"time_us": 2000})
+    put(tmp_path, "rank0002", 4, oom={"time_us": 1000})
+    assert recording.choose(tmp_path).rank == 0
+    assert recording.choose_at_oom(tmp_path).rank == 2
+    assert recording.choose_at_oom(tmp_path, 1).rank == 1
+    assert recording.choose_at_oom(tmp_path, 0).rank == 0
+    with pytest.raises(QuestionError):
+        recording.choose_at_oom(tmp_path, 7)
+
+
+def test_of_a_rank_that_went_on_its_last_snapshot_has_the_failure_too(tmp_path: Path) -> None:
+    for stem in ("rank0000", "rank0000.oom"):
+        put(tmp_path, stem, oom={"time_us": 1000})
+    assert recording.choose_at_oom(tmp_path).path.name == "rank0000.pickle"
+    (tmp_path / "rank0000.pickle").unlink()
+    assert recording.choose_at_oom(tmp_path).path.name == "rank0000.oom.pickle"
+
+
+@pytest.mark.parametrize("oom", [None, "yes", {}, {"time_us": -1}, {"time_us": "now"}])
+def test_a_snapshot_says_by_its_name_that_memory_ran_out(tmp_path: Path, oom: object) -> None:
+    put(tmp_path, "rank0000", 64, oom=oom)
+    put(tmp_path, "rank0001.oom", 4, oom=oom)
+    assert recording.choose_at_oom(tmp_path).rank == 1
