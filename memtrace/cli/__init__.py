@@ -15,12 +15,15 @@ from memtrace._version import __version__
 COMMANDS = {
     "blame": "Who owns the bytes at the peak, or at any moment.",
     "dryrun": "Run a training job without a GPU: does it fit, and what holds its memory.",
+    "fits": "The least memory that the recorded run could have done with.",
     "info": "One page about a snapshot.",
     "ls": "The recordings there are.",
+    "oom": "Why memory ran out: who asked, what was free, what holds the rest.",
     "path": "Where the newest recording is, for scripts.",
     "record": "Run a training job and record its GPU memory.",
     "rules": "The rules that say what memory is for, and yours.",
     "verify": "Check a snapshot against itself, or against torch's counters.",
+    "whatif": "The recorded run under other allocator settings, simulated.",
     "zero": "ZeRO's theory against a recording, or for a job to come.",
 }
 """Command -> the line in `memtrace --help`. Each is `memtrace.cli.<command>:command`."""

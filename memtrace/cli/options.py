@@ -18,12 +18,15 @@ import click
 from memtrace import paths
 from memtrace.cli import diagnostics
 from memtrace.errors import QuestionError
-from memtrace.units import parse_bytes
+from memtrace.units import GiB, parse_bytes
 
 if TYPE_CHECKING:
     from memtrace.api import Snapshot
 
 Command = Callable[..., Any]
+Advance = Callable[[int, int | None], None]
+"""Hears of progress: how much is done, and of how much."""
+_LEAST_GPU = GiB // 4
 
 
 def ranks(*words: str) -> Callable[..., str | tuple[int, ...]]:
@@ -49,6 +52,29 @@ def size(_context: click.Context, _parameter: click.Parameter, value: str | None
         return parse_bytes(value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
+
+
+def gpu(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
+    """Bytes of a device's memory, from the name of a GPU or a size."""
+    return gpu_bytes(value)
+
+
+def gpu_bytes(value: str | None) -> int | None:
+    """The same of an option whose text is needed, too. Raises QuestionError or click.BadParameter."""
+    if value is None:
+        return None
+    from memtrace import gpus
+
+    try:
+        return gpus.find(value).capacity_bytes
+    except QuestionError as unknown:
+        try:
+            capacity = parse_bytes(value)
+        except ValueError:
+            raise QuestionError(unknown.message, hint=f"{unknown.hint} Or write a size: 80GiB.") from None
+    if capacity < _LEAST_GPU:
+        raise click.BadParameter(f"{value!r} is neither a GPU's name nor the memory of one; write 80GiB.")
+    return capacity
 
 
 HISTORY = (
@@ -175,6 +201,16 @@ def device_option(command: Command) -> Command:
     )(command)
 
 
+def gpu_option(command: Command) -> Command:
+    """`--gpu`: the device's memory in bytes."""
+    return click.option(
+        "--gpu",
+        callback=gpu,
+        metavar="NAME|SIZE",
+        help="The device's memory, by name (H100, A100-40) or size (80GiB), where the recording does not say it.",
+    )(command)
+
+
 def rules_option(command: Command) -> Command:
     """`--rules`."""
     return click.option(
@@ -200,8 +236,11 @@ def user_rules(files: tuple[str, ...], *, quiet: bool) -> Any:
     return rules
 
 
-def open_snapshot(path: str | None, shared: Common, rules: Any = None) -> Any:
-    """The named snapshot, or the newest recording (said on stderr with its age). Returns a `memtrace.Snapshot`."""
+def open_snapshot(path: str | None, shared: Common, rules: Any = None, *, at_oom: bool = False) -> Any:
+    """The named snapshot, or the newest recording (said on stderr with its age). Returns a `memtrace.Snapshot`.
+
+    `at_oom`: of a recording, that of the rank which ran out of memory first, if one did.
+    """
     with _starting():
         from memtrace.api import load
 
@@ -213,6 +252,7 @@ def open_snapshot(path: str | None, shared: Common, rules: Any = None) -> Any:
             progress=progress,
             cache=not shared.no_cache,
             rules=rules,
+            at_oom=at_oom,
         )
     shared.opened.append(snapshot)
     if snapshot.was_read and not shared.quiet:
@@ -220,7 +260,8 @@ def open_snapshot(path: str | None, shared: Common, rules: Any = None) -> Any:
     source = snapshot.recording
     if source is not None and not shared.quiet:
         when = f", {_age(source.path)} old" if path is None else ""
-        diagnostics.note(f"using rank {source.rank}: {source.path}{when}")
+        why = ", which ran out of memory first" if at_oom and shared.rank is None and source.oom_us is not None else ""
+        diagnostics.note(f"using rank {source.rank}{why}: {source.path}{when}")
     return snapshot
 
 

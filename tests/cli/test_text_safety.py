@@ -46,7 +46,7 @@ def snapshot(path: Path, text: str) -> Path:
 @pytest.mark.parametrize("text", NASTY, ids=range(len(NASTY)))
 @pytest.mark.parametrize("command", [("blame",), ("blame", "--by", "stack", "--full-stack"), ("blame", "--by", "tree"),
                                      ("blame", "--by", "file"), ("blame", "--by", "frame"), ("blame", "--by", "block"),
-                                     ("info",), ("verify",)], ids=" ".join)  # fmt: skip
+                                     ("info",), ("verify",), ("oom", "--if", "1GiB")], ids=" ".join)  # fmt: skip
 def test_names_do_no_harm(tmp_path: Path, text: str, command: tuple[str, ...]) -> None:
     ran = memtrace(*command, snapshot(tmp_path / "x.pickle", text))
     assert ran.code in (0, 1)

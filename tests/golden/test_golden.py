@@ -25,6 +25,13 @@ COMMANDS = {
     "info": ("info", "fixtures/ragged.pickle.xz"),
     "info-json": ("info", "--json", "fixtures/mlp-annotations.pickle.xz"),
     "info-state": ("info", "fixtures/public-state-only-259-segments.pickle.xz"),
+    "oom": ("oom", "fixtures/oom.pickle.xz"),
+    "oom-fragmented": ("oom", "-n", "3", "fixtures/oom-fragmented.pickle.xz"),
+    "oom-if": ("oom", "--if", "2GiB", "--gpu", "A100-40", "-n", "2", "fixtures/opt13b-zero3-deepspeed0.18.9.pickle.xz"),
+    "oom-json": ("oom", "--json", "fixtures/oom-fragmented.pickle.xz"),
+    "oom-other-streams": ("oom", "fixtures/gpt2-zero3-oom.pickle.xz"),
+    "oom-outside": ("oom", "--gpu", "H200", "-n", "3", "fixtures/oom-memory-outside-torch.pickle.xz"),
+    "oom-recording": ("oom", "fixtures/recordings/gpt2-oom"),
     "verify": ("verify", "fixtures/oom.pickle.xz"),
     "verify-reset": ("verify", "fixtures/mlp-peak-reset.pickle.xz", "--truth", "fixtures/mlp-peak-reset.truth.json"),
     "verify-window": (
