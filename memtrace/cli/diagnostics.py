@@ -153,9 +153,16 @@ def note(message: str) -> None:
     _write(f"memtrace: {printable(message)}\n")
 
 
+def _megabytes(done: int) -> str:
+    return f"{done / 1e6:,.0f} MB"
+
+
 @contextlib.contextmanager
-def progress(what: str, *, enabled: bool) -> Iterator[Callable[[int, int | None], None] | None]:
-    """A callback that draws a bar on a terminal once reading has taken half a second; None when not wanted."""
+def progress(
+    what: str, *, enabled: bool, amount: Callable[[int], str] = _megabytes
+) -> Iterator[Callable[[int, int | None], None] | None]:
+    """A callback that draws a bar on a terminal once the work has taken half a second; None when not wanted. `amount`
+    writes how much is done."""
     if not enabled or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
@@ -171,7 +178,7 @@ def progress(what: str, *, enabled: bool) -> Iterator[Callable[[int, int | None]
         share = min(done / total, 1.0) if total else None
         bar = "" if share is None else f"[{'#' * int(share * _BAR_WIDTH):<{_BAR_WIDTH}}] {share:4.0%} "
         eta = "" if not share else f" {(now - began) * (1 - share) / share:.0f} s left"
-        _write(f"\r\x1b[K{what} {bar}{done / 1e6:,.0f} MB{eta}")
+        _write(f"\r\x1b[K{what} {bar}{amount(done)}{eta}")
 
     try:
         yield advance

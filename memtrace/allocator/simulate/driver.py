@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from memtrace.allocator.simulate.requests import SegmentEvents, SegmentKind
-from memtrace.units import MiB
+from memtrace.units import GiB, MiB
 
 _SLAB = 32 * MiB
 _GRAIN = 2 * MiB
@@ -25,6 +26,11 @@ _LOCAL_BEFORE, _LOCAL_AFTER = 414 * MiB, 640 * MiB
 _LOCAL_WITHIN = 5
 """The driver's local memory, given up and taken anew when the first larger kernels run: in the recordings that show it,
 within so many segments after the first forward began, mostly."""
+_HOST_LEAST, _HOST_MOST = GiB, 8
+_HOST_SIZES = tuple(size * MiB for size in (64, 96, 128, 256, 512, 1024, 2048, 4096))
+_HOST_ABOVE = 1 << 40
+"""Weights that the host gives back once they are on the device leave ranges in which the next slabs go: seen where it
+moved more than this. How many and how large is a guess, wide enough for the recordings that show it."""
 RESERVATION = 1 << 50
 """Address space of an expandable segment. The true one is 9/8 of the device's memory: never filled before that is."""
 _MOST_UNSEEN = 40
@@ -32,12 +38,11 @@ _PHASES = 16
 
 
 class DivergedError(Exception):
-    """The allocator asks the driver for something else than it did in the recording."""
+    """The allocator asks the driver for something else than it did in the recording, or (`is_missed`) does not ask."""
 
-    def __init__(self, row: int, reason: str) -> None:
+    def __init__(self, row: int, reason: str, *, is_missed: bool = False) -> None:
         super().__init__(reason)
-        self.row = row
-        self.reason = reason
+        self.row, self.reason, self.is_missed = row, reason, is_missed
 
 
 class Driver(Protocol):
@@ -109,7 +114,8 @@ class RecordedDriver:
         if self._next < len(self._events) and self._events[self._next][0] < row:
             at, kind, _, size = self._events[self._next]
             what = SegmentKind(kind).name.lower()
-            raise DivergedError(at, f"the recording has a segment_{what} of {size:,} bytes here that is not needed")
+            said = f"the recording has a segment_{what} of {size:,} bytes here that is not needed"
+            raise DivergedError(at, said, is_missed=True)
 
     def _take(self, row: int, wanted: SegmentKind) -> tuple[int, int, int] | None:
         self.finish(row)
@@ -135,16 +141,24 @@ class RecordedDriver:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """One way the rest of the process may have used the device and the address space. `number` 0: the rules alone.
+class Moments:
+    """What of the program decides when the rest of the process uses the device and the address space.
 
-    The program's first larger kernels run from row `kernels_from` of its requests on, all of them for the first time
-    before `kernels_until`.
+    The first larger kernels run from row `kernels_from` of the requests on, all of them for the first time before row
+    `kernels_until`. `moved` bytes were allocated when they began: weights, most of which the host held before.
     """
 
-    number: int
     kernels_from: int
     kernels_until: int
+    moved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One way the rest of the process may have used both. `number` 0: the rules alone."""
+
+    number: int
+    moments: Moments
 
 
 class RuledDriver:
@@ -165,12 +179,17 @@ class RuledDriver:
         recent = self._new_slab(_ANCHOR - 480 * MiB, 416 * MiB)
         recent.take(_LOCAL_BEFORE)
         self._reserved = 0
+        self._kernels_from, until = draw.moments.kernels_from, max(draw.moments.kernels_until, 1)
         unseen = 0 if is_plain else chance.randrange(_MOST_UNSEEN + 1)
-        self._code = sorted(chance.randrange(max(draw.kernels_until, 1)) for _ in range(unseen))
-        self._kernels_from = draw.kernels_from
+        self._code = sorted(chance.randrange(until) for _ in range(unseen))
         self._until_local = chance.randint(1, _LOCAL_WITHIN) if not is_plain and chance.random() < 0.5 else 0
+        self._host: list[tuple[int, int, int]] = []
+        if not is_plain and draw.moments.moved >= _HOST_LEAST:
+            self._host = sorted(_host_ranges(chance, until))
 
     def allocate(self, row: int, size: int) -> int | None:
+        while self._host and self._host[0][0] <= row:
+            self._space.give_back(*self._host.pop(0)[1:])
         while self._code and self._code[0] <= row:
             del self._code[0]
             self._place(_CODE)
@@ -232,6 +251,15 @@ class RuledDriver:
             del self._starts[index]
             del self._of_start[slab.start]
             self._space.give_back(slab.start, slab.size)
+
+
+def _host_ranges(chance: random.Random, until: int) -> Iterator[tuple[int, int, int]]:
+    """(row, start, size) of ranges that the host gives back, all above what the slabs began with."""
+    top = _ANCHOR + _HOST_ABOVE
+    for _ in range(chance.randrange(_HOST_MOST + 1)):
+        size = chance.choice(_HOST_SIZES)
+        top -= size + 2 * _SLAB
+        yield chance.randrange(until), top // _SLAB * _SLAB, size
 
 
 class _Slab:

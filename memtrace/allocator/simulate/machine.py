@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,8 @@ from memtrace.model.frozen import FrozenColumns
 
 NOT_PLACED = 0
 NEVER = -1
+HEARD_EVERY = 100_000
+"""Rows between two calls of `progress`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,12 +72,19 @@ class OutOfMemoryError(Exception):
 
 
 class Machine:
-    """One run of a workload. `flush_before` are rows before which the cache is emptied."""
+    """One run of a workload. `flush_before` are rows before which the cache is emptied; `progress` hears of rows done,
+    and of how many there are."""
 
     def __init__(
-        self, work: Workload, rules: Rules, driver: Driver, flush_before: NDArray[np.bool_] | None = None
+        self,
+        work: Workload,
+        rules: Rules,
+        driver: Driver,
+        flush_before: NDArray[np.bool_] | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.work, self.rules, self.driver, self.flush_before = work, rules, driver, flush_before
+        self.work, self.rules, self.driver = work, rules, driver
+        self.flush_before, self.progress = flush_before, progress
         self.row = 0
         self.small, self.large = Pool(False), Pool(True)
         self.made = 0
@@ -112,6 +122,8 @@ class Machine:
             )
         ):
             self.row = row
+            if self.progress is not None and not row % HEARD_EVERY:
+                self.progress(row, len(requests))
             if flush is not None and flush[row]:
                 self.release_cached()
             try:

@@ -12,16 +12,15 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from memtrace.allocator.releases import told_apart
 from memtrace.allocator.result import Replay
 from memtrace.model import Action, SnapshotData, Trace
 from memtrace.model.frozen import FrozenColumns
-from memtrace.model.stacks import NOT_RECORDED
 
 NO_BLOCK = -1
 BEFORE = -1
 _SEGMENT_ACTIONS = (Action.SEGMENT_ALLOC, Action.SEGMENT_FREE, Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
 _GIVEN_BACK = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
-_EMPTY_CACHE = "empty_cache"
 
 
 class Call(IntEnum):
@@ -136,7 +135,7 @@ def workload(data: SnapshotData, replay: Replay) -> Workload:
     action = trace.action[:count]
     segment_events = np.flatnonzero(np.isin(action, _SEGMENT_ACTIONS))
     segment_pool = _segment_pools(replay, segment_events, count)
-    groups = _groups(data, trace, action, segment_events, segment_pool > 0)
+    groups = _groups(data, trace, segment_events, segment_pool > 0)
 
     call = np.full(count, 255, np.uint8)
     block = np.full(count, NO_BLOCK, np.int32)
@@ -233,54 +232,19 @@ class _Groups:
     guessed: int
 
 
-def _groups(
-    data: SnapshotData,
-    trace: Trace,
-    action: NDArray[np.uint8],
-    events: NDArray[np.int64],
-    is_private: NDArray[np.bool_],
-) -> _Groups:
-    """Which of the segment events (all, in order) an explicit `empty_cache()` made.
-
-    What a failed allocation gives back shares its stack; without stacks, it is what an allocation that needs a new
-    segment, or one that fails, comes right after.
-    """
+def _groups(data: SnapshotData, trace: Trace, events: NDArray[np.int64], is_private: NDArray[np.bool_]) -> _Groups:
+    """Which of the segment events (all, in order) an explicit `empty_cache()` made."""
     own = np.zeros(len(events), np.bool_)
-    given = np.isin(action[events], _GIVEN_BACK)
+    given = np.isin(trace.action[events], _GIVEN_BACK)
     if not given.any():
         return _Groups(events, own, np.zeros(0, np.int64), 0)
-    others = np.flatnonzero(~np.isin(action, _SEGMENT_ACTIONS))
-    after = np.searchsorted(others, events)
-    asks = np.append(np.isin(action[others], (Action.ALLOC, Action.OOM)), False)[after]
-    following = np.append(others, -1)[after]
-    same = trace.stack[events] == trace.stack[following]
-    takes = np.zeros(len(others) + 1, np.bool_)
-    takes[after[~given]] = True
-    takes[:-1] |= action[others] == Action.OOM
-    stackless = trace.stack[events] == NOT_RECORDED
-    frameless = _is_frameless(data, trace.stack[events])
-    named = _names_empty_cache(data, trace.stack[events])
-    forced = asks & same & ~named & (takes[after] | ~(stackless | frameless))
+    forced, silent = np.zeros((2, len(events)), np.bool_)
+    forced[given], silent[given] = told_apart(trace, data.stacks, events[given])
     own = given & ~forced & ~is_private
     # one call each: its events stand together, and no event of another kind between them
     first = np.flatnonzero(own)
     starts = first[np.concatenate([[True], np.diff(events[first]) > 1])] if len(first) else first
-    return _Groups(events, own, events[starts], int(((stackless | frameless) & own)[starts].sum()))
-
-
-def _is_frameless(data: SnapshotData, stacks: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Which stacks were recorded without a frame."""
-    known = np.maximum(stacks, 0)
-    lengths = np.diff(data.stacks.offsets) if len(data.stacks) else np.ones(1, np.int64)
-    return np.asarray((stacks >= 0) & (lengths[known] == 0))
-
-
-def _names_empty_cache(data: SnapshotData, stacks: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Which stacks pass through a function of that name."""
-    table = data.stacks
-    distinct, which = np.unique(stacks, return_inverse=True)
-    names = [any(_EMPTY_CACHE in frame.name for frame in table.frames(stack)) for stack in distinct.tolist()]
-    return np.array(names, np.bool_)[which] if len(names) else np.zeros(len(stacks), np.bool_)
+    return _Groups(events, own, events[starts], int(silent[starts].sum()))
 
 
 def _sizes(

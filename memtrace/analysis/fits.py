@@ -1,0 +1,148 @@
+"""How little memory the recorded run could have done with: the limit is halved towards, over the simulation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memtrace.allocator.simulate import run as simulate
+from memtrace.allocator.simulate.driver import Draw, RuledDriver
+from memtrace.allocator.simulate.machine import NEVER, Outcome
+from memtrace.allocator.simulate.requests import Call
+from memtrace.allocator.simulate.rules import Rules
+from memtrace.analysis.settings import Change
+from memtrace.analysis.whatif import Progress, Simulation, sweep
+from memtrace.units import MiB
+
+_GRAIN = 2 * MiB
+_ENDLESS = 1 << 60
+"""A limit that is never reached: with one, settings that need a limit are worth trying."""
+_PROBES = 8
+"""Lower limits that are tried once more: more memory can fail where less does not."""
+_DRAWS = 5
+"""Other ways for segments to lie under which the limit is looked for again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Smallest:
+    """The smallest limit in bytes under which every request is served: where the driver's rules put segments (or where
+    they were recorded), and (`sure`) however they lay in the draws. `peak` is what is reserved then."""
+
+    change: Change
+    limit: int
+    sure: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """`recorded` under the recorded setting; `best` under the one of those tried that needs least (maybe that one)."""
+
+    recorded: Smallest
+    best: Smallest
+    tried: int
+
+
+def fits(simulation: Simulation, progress: Progress | None = None) -> Fits:
+    """The smallest limits of a recording whose self-check is exact (`Simulation.is_exact`).
+
+    A setting is only looked into where it does better than the best before it.
+    """
+    changes = sweep(simulation, Change(limit=_ENDLESS))
+    recorded = best = _smallest(simulation, Change())
+    for number, change in enumerate(changes, 1):
+        if progress is not None:
+            progress(number, len(changes) + 1)
+        best = _smaller(simulation, change, best) or best
+    return Fits(recorded, best, len(changes) + 1)
+
+
+def _smallest(simulation: Simulation, change: Change) -> Smallest:
+    """The smallest limit with a change."""
+    finder = _Finder(simulation, change)
+    return finder.answer(finder.smallest(0))
+
+
+def _smaller(simulation: Simulation, change: Change, best: Smallest) -> Smallest | None:
+    """The same if it is below the best so far; None if not, which one run tells."""
+    finder = _Finder(simulation, change)
+    limit = finder.below(best.sure)
+    answer = None if limit is None else finder.answer(limit)
+    return answer if answer is not None and answer.sure < best.sure else None
+
+
+class _Finder:
+    """Runs of one setting under several limits."""
+
+    def __init__(self, simulation: Simulation, change: Change) -> None:
+        self._simulation = simulation
+        self._change = change = replace(change, limit=None)
+        assert simulation.check is not None, "asked only of what proved itself"
+        self._check = simulation.check
+        self._rules = change.applied(self._check.rules)
+        self._flush = simulation.flushes(change)
+        self._grain = _grain(simulation, self._rules)
+        needs_draws = simulate.addresses_matter(simulation.work, self._rules)
+        self.draws = min(_DRAWS, simulation.draws) if needs_draws else 0
+
+    def outcome(self, limit: int | None, draw: int) -> Outcome:
+        """The run under a limit; draw 0 as recorded as far as it asks what was recorded."""
+        simulation, rules = self._simulation, replace(self._rules, limit=limit)
+        if draw == 0:
+            found = simulate.predict(simulation.work, rules, self._check, simulation.moments, self._flush, draws=0)
+            return found.outcome
+        driver = RuledDriver(Draw(draw, simulation.moments))
+        return simulate.run(simulation.work, rules, driver, self._flush)
+
+    def serves(self, limit: int | None, draw: int) -> bool:
+        """Whether every request is served."""
+        return self.outcome(limit, draw).first_oom == NEVER
+
+    def answer(self, limit: int) -> Smallest:
+        """With the limit for the rules' own run, that for all draws."""
+        sure = limit
+        for draw in range(1, self.draws + 1):
+            if not self.serves(sure, draw):
+                sure = self.smallest(draw, least=sure)
+        return Smallest(self._change, limit, sure, self.outcome(sure, 0).reserved_peak)
+
+    def smallest(self, draw: int, *, least: int = 0) -> int:
+        """The smallest limit that serves, `least` being one that does not."""
+        free = self.outcome(None, draw)
+        low = max(-(-free.active_peak // self._grain), least // self._grain + 1) - 1
+        return self._between(low, max(-(-free.proven // self._grain), low + 1), draw)
+
+    def below(self, limit: int) -> int | None:
+        """The smallest limit that serves, for the rules' own run; None if it is not below `limit`."""
+        high = -(-limit // self._grain) - 1
+        low = -(-self.outcome(None, 0).active_peak // self._grain) - 1
+        return self._between(low, high, 0) if low < high and self.serves(high * self._grain, 0) else None
+
+    def _between(self, low: int, high: int, draw: int) -> int:
+        """Bytes of the smallest limit above `low` grains, `high` being one that serves."""
+        high = self._halved(low, high, draw)
+        for probe in np.unique(np.linspace(low, high, _PROBES + 2, dtype=np.int64)[1:-1]).tolist():
+            if low < probe < high and self.serves(probe * self._grain, draw):
+                high = self._halved(low, probe, draw)
+                break
+        return high * self._grain
+
+    def _halved(self, low: int, high: int, draw: int) -> int:
+        """Between a limit that cannot do and one that does, in grains."""
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.serves(middle * self._grain, draw):
+                high = middle
+            else:
+                low = middle
+        return high
+
+
+def _grain(simulation: Simulation, rules: Rules) -> int:
+    """What every amount of reserved memory is a multiple of: between two such limits nothing changes."""
+    work = simulation.work
+    private = work.requests.size[work.requests.call == Call.PRIVATE_SEGMENT]
+    sizes = (*work.start.range_size.tolist(), *private.tolist(), work.start.private_reserved, rules.large_page)
+    return math.gcd(_GRAIN, *sizes)
