@@ -392,9 +392,12 @@ class Snapshot:
         beside = None if self.sidecar is None else self.sidecar.rank
         return {"world": world, "rank": beside if self.recording is None else self.recording.rank}
 
-    def ooms(self, device: int | None = None, *, capacity: int | None = None) -> tuple[Oom, ...]:
+    def ooms(
+        self, device: int | None = None, *, capacity: int | None = None, limit: int | None = None
+    ) -> tuple[Oom, ...]:
         """Every request of a device that failed for want of memory, in order: what it asked, what was free, and why it
-        failed. `capacity`: the device's memory in bytes, where the recording does not say it or says it wrong."""
+        failed. `capacity`: the device's memory, `limit`: torch's own cap, both in bytes, where the recording does not
+        say them or says them wrong."""
         from memtrace.analysis.oom import oom_events
         from memtrace.attribution.asked import purposes
 
@@ -402,20 +405,26 @@ class Snapshot:
         replay, timeline = self.replay(chosen), self.timeline(chosen)
         events = oom_events(replay, self.data.trace(chosen))
         found = purposes(self.data, replay, timeline, self.attribution(chosen), events, self._attributed)
-        return self._desk(chosen, capacity).failed(events, found)
+        return self._desk(chosen, capacity, limit).failed(events, found)
 
     def would_fit(
-        self, size: int, at: str | int = "peak", device: int | None = None, *, capacity: int | None = None
+        self,
+        size: int,
+        at: str | int = "peak",
+        device: int | None = None,
+        *,
+        capacity: int | None = None,
+        limit: int | None = None,
     ) -> Oom:
         """Whether a request of `size` bytes would have fitted after a moment, and if not, why not."""
         chosen = self._device(device)
-        return self._desk(chosen, capacity).supposed(size, self.event(at, "allocated", chosen))
+        return self._desk(chosen, capacity, limit).supposed(size, self.event(at, "allocated", chosen))
 
-    def _desk(self, device: int, capacity: int | None) -> Desk:
+    def _desk(self, device: int, capacity: int | None, limit: int | None) -> Desk:
         from memtrace.analysis.capacity import capacity_of
         from memtrace.analysis.oom import Desk
 
-        known = capacity_of(self.data, device, self.sidecar, capacity)
+        known = capacity_of(self.data, device, self.sidecar, capacity, limit)
         return Desk(self.data, self.replay(device), self.timeline(device), known)
 
     def simulation(

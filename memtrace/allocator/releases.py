@@ -62,7 +62,9 @@ def told_apart(
     """Of each event that gives memory back (all, in order): whether it was forced by the allocation, or the failure,
     that comes next; and whether there was no stack to tell that by.
 
-    Without a stack, it was forced if that allocation had to take new memory, or failed.
+    Without a stack, it was forced if that allocation had to take new memory, or failed. What is given back before
+    one allocation, other than by a call that is named, is forced as a whole or not at all: with context="alloc" an explicit
+    call shows the stacks of the segments, one of which may be that of the allocation.
     """
     others = np.flatnonzero(~np.isin(trace.action, (*_TAKEN, *_GIVEN)))
     turn = np.searchsorted(others, given)
@@ -73,7 +75,10 @@ def told_apart(
     takes = (action == Action.OOM) | (taken[following] > taken[given])
     asks = (action == Action.ALLOC) | (action == Action.OOM)
     silent, named = _kinds(stacks, stack)
-    return np.asarray(asks & (stack == trace.stack[following]) & ~named & (takes | ~silent)), silent
+    forced = asks & (stack == trace.stack[following]) & ~named & (takes | ~silent)
+    starts = np.flatnonzero(np.concatenate([[True], np.diff(turn) > 0]))
+    whole = np.logical_and.reduceat(forced | named, starts) if len(forced) else forced
+    return forced & np.repeat(whole, np.diff(np.append(starts, len(forced)))), silent
 
 
 def _kinds(stacks: StackTable, stack: NDArray[np.int32]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

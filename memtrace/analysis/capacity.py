@@ -22,14 +22,16 @@ class Capacity:
     outside_bytes: int | None
 
 
-def capacity_of(data: SnapshotData, device: int, sidecar: Sidecar | None, given: int | None = None) -> Capacity:
-    """What is known of a device; `given` is its capacity as somebody says it.
+def capacity_of(
+    data: SnapshotData, device: int, sidecar: Sidecar | None, given: int | None = None, cap: int | None = None
+) -> Capacity:
+    """What is known of a device; `given` is its capacity, `cap` torch's own, as somebody says them.
 
-    The cap is the recorder's word, else the fraction in the settings string, which needs the capacity.
+    Else the cap is the recorder's word, or the fraction in the settings string, which needs the capacity.
     """
     noted = None if sidecar is None else sidecar.capacity_of(device)
     capacity = noted if given is None else given
-    limit = None if sidecar is None else sidecar.limit_of(device)
+    limit = sidecar.limit_of(device) if cap is None and sidecar is not None else cap
     fraction = conf_number(data.settings, "per_process_memory_fraction")
     if limit is None and fraction is not None and capacity is not None:
         limit = fraction_limit(fraction, capacity, data.torch.at_least or _OLDEST)

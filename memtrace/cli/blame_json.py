@@ -30,7 +30,7 @@ def write(opened: Snapshot, answer: Blame, notices: Iterable[Notice]) -> None:
         "total_bytes": answer.total_bytes,
         "bound_bytes": answer.slack_bound,
         "by": answer.by,
-        "rows": (_json_row(answer, row) for row in answer.rows),
+        "rows": (json_row(answer, row) for row in answer.rows),
     }
     if answer.of == "reserved":
         data["ledger"] = _ledger(opened.ledger(answer.event, answer.device))
@@ -38,13 +38,14 @@ def write(opened: Snapshot, answer: Blame, notices: Iterable[Notice]) -> None:
         from memtrace.analysis.tree import call_tree
 
         tree = call_tree(answer)
-        data["dominator"] = _json_frame(tree.dominator)
-        data["heaviest_path"] = [_json_frame(frame) for frame in tree.heaviest]
+        data["dominator"] = json_frame(tree.dominator)
+        data["heaviest_path"] = [json_frame(frame) for frame in tree.heaviest]
         data["tree"] = output.Nested(_tree_fragments(tree))
     output.write_document("blame", output.snapshot_facts(opened, answer.device), data, notices)
 
 
-def _json_row(answer: Blame, row: Row) -> dict[str, Any]:
+def json_row(answer: Blame, row: Row) -> dict[str, Any]:
+    """A row of a table (contract.md, A row of `blame`)."""
     fields: dict[str, Any] = {
         "key": row.key,
         "bytes": row.bytes,
@@ -52,8 +53,8 @@ def _json_row(answer: Blame, row: Row) -> dict[str, Any]:
         "category": row.category,
         "label": row.label,
         "confidence": row.confidence,
-        "stack": [_json_frame(frame) for frame in answer.stacks.frames(row.stack)],
-        "dominator": _json_frame(row.dominator),
+        "stack": [json_frame(frame) for frame in answer.stacks.frames(row.stack)],
+        "dominator": json_frame(row.dominator),
         "evidence": _json_evidence(row.evidence),
     }
     if row.block is not None:
@@ -90,7 +91,7 @@ def _ledger(found: Reserved) -> dict[str, Any]:
             for part in found.parts
         ],
         "pending": [asdict(one) for one in found.waiting],
-        "pins": (asdict(pin) | {"stack": [_json_frame(frame) for frame in found.frames(pin)]} for pin in found.pins),
+        "pins": (asdict(pin) | {"stack": [json_frame(frame) for frame in found.frames(pin)]} for pin in found.pins),
         "device": asdict(found.memory),
     }
 
@@ -100,10 +101,11 @@ def _terms(ledger: Ledger) -> dict[str, int]:
 
 
 def _json_evidence(evidence: Evidence | None) -> dict[str, Any] | None:
-    return None if evidence is None else {"rule": evidence.rule, "frame": _json_frame(evidence.frame)}
+    return None if evidence is None else {"rule": evidence.rule, "frame": json_frame(evidence.frame)}
 
 
-def _json_frame(frame: Frame | None) -> dict[str, Any] | None:
+def json_frame(frame: Frame | None) -> dict[str, Any] | None:
+    """A frame; null where there is none."""
     return None if frame is None else {"filename": frame.filename, "line": frame.line, "name": frame.name}
 
 
@@ -120,7 +122,7 @@ def _tree_fragments(tree: CallTree) -> Iterator[str]:
         node, first = item
         facts = tree.graph.nodes[node]
         yield "" if first else ", "
-        yield f'{{"frame": {json.dumps(_json_frame(facts["frame"]))}, "bytes": {facts["bytes"]}, '
+        yield f'{{"frame": {json.dumps(json_frame(facts["frame"]))}, "bytes": {facts["bytes"]}, '
         yield f'"self_bytes": {facts["self_bytes"]}, "label": {json.dumps(facts["label"])}, "children": ['
         stack.append(None)
         below = children(tree.graph, node)

@@ -74,14 +74,14 @@ class Report:
         if answer.by == "tree":
             self._tree()
         else:
-            self._table(answer)
+            self.table(answer)
             if answer.by == "module" and all(row.key is None for row in answer.rows):
                 self.page.line()
                 self.page.line("The recording does not say which module made what. memtrace record --modules does.")
             if answer.by == "category" and self._mostly_unknown():
                 self.page.line()
                 self.page.line("By stack, your own frames first:")
-                self._table(self.opened.blame(answer.event, answer.of, "stack", answer.device, cpp=self.cpp))
+                self.table(self.opened.blame(answer.event, answer.of, "stack", answer.device, cpp=self.cpp))
         if answer.of == "reserved" and answer.by == "category":
             self._ledger()
         if self.why:
@@ -178,7 +178,8 @@ class Report:
             for line in lines:
                 self.page.line(line)
 
-    def _table(self, answer: Blame) -> None:
+    def table(self, answer: Blame) -> None:
+        """The rows of an answer, which need not be the page's own."""
         shown, hidden = answer.rows[: self.top], answer.rows[self.top :]
         last_title = {"category": "from", "stack": "stack", "block": "category, from"}.get(answer.by, answer.by)
         columns = [Column(self.unit, right=True), Column("%", right=True), Column("blocks", right=True)]

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memtrace.cli import options
+from memtrace.cli import diagnostics, options
 from memtrace.cli.options import Common
 from memtrace.errors import QuestionError
 
 if TYPE_CHECKING:
+    from memtrace.analysis.cures import Cures
     from memtrace.analysis.oom import Oom
     from memtrace.api import Snapshot
     from memtrace.model import Notice
@@ -40,6 +41,12 @@ Examples:
 )
 @options.gpu_option
 @click.option(
+    "--limit",
+    metavar="SIZE",
+    callback=options.size,
+    help="Torch's own cap, where the recording does not say it: 40GiB.",
+)
+@click.option(
     "-n", "--top", type=click.IntRange(min=1), default=5, show_default=True, help="Rows of each table of text."
 )
 @options.rules_option
@@ -51,6 +58,7 @@ def command(
     at: str | None,
     size: int | None,
     gpu: int | None,
+    limit: int | None,
     top: int,
     rules: tuple[str, ...],
     device: int | None,
@@ -64,24 +72,34 @@ def command(
     opened: Snapshot = options.open_snapshot(snapshot, common, found, at_oom=size is None)
     chosen = options.choose_device(opened, device, common)
     if size is None:
-        answers = _failed(opened, chosen, at, gpu)
+        answers = _failed(opened, chosen, at, gpu, limit)
     else:
-        answers = (opened.would_fit(size, at or "peak", chosen, capacity=gpu),)
+        answers = (opened.would_fit(size, at or "peak", chosen, capacity=gpu, limit=limit),)
     notices = (*_on_capacity(answers[-1]), *opened.notices(chosen))
     options.show_notices(notices, common)
+    tried = None if size is not None else _cures(opened, chosen, answers[-1], limit, common)
     if common.json:
         from memtrace.cli import oom_json
 
-        oom_json.write(opened, chosen, answers, notices)
+        oom_json.write(opened, chosen, answers, notices, tried)
     else:
         from memtrace.cli import oom_text
 
-        oom_text.Report(opened, answers, common, top, rules=rules, when=at or "peak").write()
+        oom_text.Report(opened, answers, common, top, rules=rules, when=at or "peak", tried=tried).write()
 
 
-def _failed(opened: Snapshot, device: int, at: str | None, gpu: int | None) -> tuple[Oom, ...]:
+def _cures(opened: Snapshot, device: int, answer: Oom, limit: int | None, shared: Common) -> Cures:
+    """The settings that would have served the request, by simulation."""
+    from memtrace.analysis.cures import cures
+
+    shown = shared.progress and not shared.quiet
+    with diagnostics.progress("simulating", enabled=shown, amount=lambda done: f"setting {done}") as progress:
+        return cures(opened.simulation(device, limit=limit), answer.place.event, limit, progress)
+
+
+def _failed(opened: Snapshot, device: int, at: str | None, gpu: int | None, limit: int | None) -> tuple[Oom, ...]:
     """The requests that failed: all of them, or the one at that event."""
-    answers = opened.ooms(device, capacity=gpu)
+    answers = opened.ooms(device, capacity=gpu, limit=limit)
     if not answers:
         raise QuestionError(
             "no out-of-memory event in this trace",

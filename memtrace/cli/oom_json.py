@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from memtrace.analysis.cures import Cures
 from memtrace.analysis.oom import Oom
 from memtrace.api import Snapshot
 from memtrace.cli import output
-from memtrace.cli.blame_json import _json_frame, _json_row
+from memtrace.cli.blame_json import json_frame, json_row
 from memtrace.model import Notice
 
 
@@ -17,14 +18,21 @@ def write(
     device: int,
     answers: Sequence[Oom],
     notices: Iterable[Notice],
-    *,
-    would_fit: object = None,
+    tried: Cures | None,
 ) -> None:
-    """Prints the document. `would_fit`: what would have made the last request fit, if that was asked."""
+    """Prints the document. `tried`: settings that might have served the last request; None of one that never was."""
     data: dict[str, Any] = {"events": (_event(opened, answer) for answer in answers)}
-    if would_fit is not None:
-        data["would_fit"] = would_fit
+    if tried is not None:
+        data["would_fit"] = _would_fit(tried)
     output.write_document("oom", output.snapshot_facts(opened, device), data, notices)
+
+
+def _would_fit(tried: Cures) -> dict[str, Any]:
+    settings = [
+        {"setting": one.change.in_words(), "conf": one.change.conf(), "fits": one.serves, "oom_at_event": one.oom_event}
+        for one in tried.tried
+    ]
+    return {"event": tried.event, "limit_bytes": tried.limit, "reason": tried.reason, "settings": settings}
 
 
 def _event(opened: Snapshot, answer: Oom) -> dict[str, Any]:
@@ -41,7 +49,7 @@ def _event(opened: Snapshot, answer: Oom) -> dict[str, Any]:
         "fits": answer.fits,
         "asked_bytes": answer.asked_bytes,
         "asked_by": {
-            "stack": [_json_frame(frame) for frame in answer.asked_by.stack],
+            "stack": [json_frame(frame) for frame in answer.asked_by.stack],
             "category": answer.asked_by.category,
         },
         "segment_bytes": answer.segment_bytes,
@@ -62,5 +70,5 @@ def _event(opened: Snapshot, answer: Oom) -> dict[str, Any]:
         "verdict": answer.verdict,
         "retries": {"count": answer.retries.count, "bytes": answer.retries.bytes},
         "flushes": {"count": answer.flushes.count, "bytes": answer.flushes.bytes},
-        "rows": [_json_row(holds, row) for row in holds.rows],
+        "rows": [json_row(holds, row) for row in holds.rows],
     }

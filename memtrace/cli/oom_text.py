@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 
+from memtrace.analysis.cures import Cures
 from memtrace.analysis.frames import display_frame, library_path, own_frames
 from memtrace.analysis.oom import AskedBy, Oom
 from memtrace.analysis.oom_words import Words
@@ -24,7 +25,7 @@ _NODE = re.compile(r"\b(\w+Backward\d*)::apply\b")
 
 class Report:
     """`answers` are requests that failed, the last of them told in full, or the one that is supposed at `when`.
-    `would_fit`: lines on what would have made it fit."""
+    `tried`: settings that might have served it."""
 
     def __init__(
         self,
@@ -35,9 +36,9 @@ class Report:
         *,
         rules: tuple[str, ...],
         when: str,
-        would_fit: Sequence[str] = (),
+        tried: Cures | None = None,
     ) -> None:
-        self.opened, self.shared, self.top, self.rules, self.would_fit = opened, shared, top, rules, would_fit
+        self.opened, self.shared, self.top, self.rules, self.tried = opened, shared, top, rules, tried
         self.answer, self.earlier = answers[-1], answers[:-1]
         self.when = when if self.answer.is_hypothetical else "oom"
         self.page = Page(shared.color)
@@ -56,7 +57,7 @@ class Report:
             page.line()
             self._holds(by)
         page.line()
-        for line in (words.before(), *self.would_fit):
+        for line in (words.before(), *_would_fit(self.tried, self.shared.units)):
             page.line(line)
         if self.earlier:
             page.line()
@@ -85,7 +86,7 @@ class Report:
             full_stack=False,
             cpp=False,
         )
-        tables._table(held)
+        tables.table(held)
 
     def _asked_by(self, asked: AskedBy) -> Iterator[str]:
         attribution = self.opened.attribution(self.answer.place.device)
@@ -143,3 +144,30 @@ def _calls(frames: Sequence[Frame]) -> list[str]:
     if not own:
         return calls
     return lines + [f"{'in' if index == 0 else 'from'} {call}" for index, call in enumerate(calls)]
+
+
+def _would_fit(tried: Cures | None, units: str) -> Iterator[str]:
+    """Which settings would have served it."""
+    if tried is None:
+        return
+    if tried.reason is not None:
+        yield f"What would have made it fit cannot be told: {tried.reason}."
+        return
+    limit = "" if tried.limit is None else f" under {format_bytes(tried.limit, units)}"
+    for serves, said in (
+        (True, f"It would have fitted{limit} with"),
+        (None, "That hangs on what is not known (torch's cap: --limit, or where segments lie) with"),
+        (False, f"It would not have fitted{limit} with"),
+    ):
+        names = [one.change.in_words() for one in tried.tried if one.serves is serves]
+        if names:
+            yield f"{said}: {_joined(names)} (simulated)."
+
+
+def _joined(names: list[str]) -> str:
+    """Settings, those of one name once: `max_split_size_mb:64/128`."""
+    values: dict[str, list[str]] = {}
+    for name in names:
+        setting, colon, value = name.partition(":")
+        values.setdefault(setting + colon, []).append(value)
+    return ", ".join(setting + "/".join(those) for setting, those in values.items())

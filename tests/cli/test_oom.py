@@ -43,7 +43,8 @@ def test_the_document_has_the_fields_of_the_contract() -> None:
     assert (ran.code, ran.err) == (0, "")
     document = ran.document
     assert document["schema"] == "memtrace.oom/1"
-    assert document["data"].keys() == {"events"}
+    assert document["data"].keys() == {"events", "would_fit"}
+    assert document["data"]["would_fit"].keys() == {"event", "limit_bytes", "reason", "settings"}
     (event,) = document["data"]["events"]
     assert event.keys() == CONTRACT | ADDED
     assert event["asked_by"].keys() == {"stack", "category"}
