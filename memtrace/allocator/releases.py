@@ -63,8 +63,8 @@ def told_apart(
     that comes next; and whether there was no stack to tell that by.
 
     Without a stack, it was forced if that allocation had to take new memory, or failed. What is given back before
-    one allocation, other than by a call that is named, is forced as a whole or not at all: with context="alloc" an explicit
-    call shows the stacks of the segments, one of which may be that of the allocation.
+    one allocation, other than by a call that is named, is forced as a whole or not at all: with context="alloc" an
+    explicit call shows the stacks of the segments, one of which may be that of the allocation.
     """
     others = np.flatnonzero(~np.isin(trace.action, (*_TAKEN, *_GIVEN)))
     turn = np.searchsorted(others, given)

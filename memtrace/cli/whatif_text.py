@@ -50,17 +50,20 @@ def _at(simulation: Simulation) -> str:
 
 
 def _table(page: Page, scenarios: Sequence[Scenario], teller: _Teller) -> None:
+    """The settings side by side. A column that says nothing of any is left out: names are longer than a terminal."""
     columns = [
-        Column("setting", grow=True),
+        Column("setting"),
         Column(f"reserved {teller.unit}", right=True),
         Column("change", right=True),
         Column("allocated", right=True),
         Column("mallocs", right=True),
         Column("frees", right=True),
         Column("retries", right=True),
-        Column("out of memory"),
+        Column("out of memory", grow=True),
     ]
-    page.table(columns, [teller.row(scenario) for scenario in scenarios])
+    rows = [teller.row(scenario) for scenario in scenarios]
+    shown = [index for index in range(len(columns)) if any(row[index] not in ("", "0") for row in rows)]
+    page.table([columns[index] for index in shown], [[row[index] for index in shown] for row in rows])
 
 
 class _Teller:
@@ -137,7 +140,7 @@ class _Teller:
     def _outcome(self, scenario: Scenario) -> str:
         if scenario.oom_event is None:
             return "" if scenario.is_sure else "maybe"
-        return f"event {scenario.oom_event:,}" + ("" if scenario.is_sure else " (maybe)")
+        return f"{'' if scenario.is_sure else 'maybe '}event {scenario.oom_event:,}"
 
     def _failure(self, scenario: Scenario) -> str:
         """Where memory runs out, and in how many of the ways for segments to lie."""
