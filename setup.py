@@ -1,4 +1,5 @@
-"""The extension modules, all optional: without a C compiler the reference implementations in Python do the work.
+"""The extension modules, all optional: without a compiler the reference implementations in Python do the work. One is
+in C++: its first line says so.
 
 Everything else about the build is in pyproject.toml.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent
-ARGUMENTS = ["/O2"] if sys.platform == "win32" else ["-O3", "-g0"]
+ARGUMENTS = ["/O2", "/EHsc"] if sys.platform == "win32" else ["-O3", "-g0"]
 # One build serves every Python from 3.11 on (the buffer protocol is in the stable ABI since); measured to cost nothing.
 STABLE_ABI = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DISABLED")
 

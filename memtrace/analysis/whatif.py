@@ -151,8 +151,8 @@ class Simulation:
                 "the recording shows no end of a step, so there is none to empty the cache after",
                 hint="memtrace info tells what the file holds.",
             )
-        flush = np.zeros(len(self.work.requests), np.bool_)
-        flush[self.step_rows[self.step_rows < len(flush)]] = True
+        flush = np.zeros(len(self.work.requests) + 1, np.bool_)
+        flush[self.step_rows] = True
         return flush
 
 
@@ -179,18 +179,25 @@ def simulation(
                 limits.sort(key=lambda limit: limit is None)
         check = simulate.self_check(work, rules, ties, limits, progress)
         reason = check.reason
-    steps = timeline.start[np.unique(np.maximum(timeline.step, 0), return_index=True)[1][1:]]
     return Simulation(
         work=work,
         check=check,
         reason=reason,
         limit=_limit(check, known_limit),
         moments=_moments(work, replay, timeline),
-        step_rows=np.searchsorted(work.requests.event, np.sort(steps)),
+        step_rows=np.searchsorted(work.requests.event, _step_ends(timeline)),
         torch=str(data.torch).removeprefix("torch "),
         at_most=data.torch.at_most,
         is_complete=replay.complete,
     )
+
+
+def _step_ends(timeline: Timeline) -> NDArray[np.int64]:
+    """The events before which a step has ended: the first of each next one, and the end of the trace after a last step
+    whose optimizer ran."""
+    firsts = np.sort(timeline.start[np.unique(np.maximum(timeline.step, 0), return_index=True)[1][1:]])
+    is_over = ((timeline.step == timeline.steps - 1) & (timeline.phase == Phase.STEP)).any()
+    return np.append(firsts, timeline.events) if timeline.steps and is_over else firsts
 
 
 def _ties(data: SnapshotData) -> tuple[Tie, ...]:

@@ -33,6 +33,7 @@ _HOST_ABOVE = 1 << 40
 moved more than this. How many and how large is a guess, wide enough for the recordings that show it."""
 RESERVATION = 1 << 50
 """Address space of an expandable segment. The true one is 9/8 of the device's memory: never filled before that is."""
+_MOST_RESERVED = 1000
 _MOST_UNSEEN = 40
 _PHASES = 16
 
@@ -205,6 +206,8 @@ class RuledDriver:
 
     def reserve(self, row: int) -> tuple[int, int] | None:
         # far away from the slabs, one below the other as any large mapping
+        if self._reserved == _MOST_RESERVED:
+            return None
         self._reserved += 1
         return (1 << 60) - self._reserved * RESERVATION, RESERVATION
 
@@ -214,7 +217,7 @@ class RuledDriver:
     def unmap(self, row: int, address: int, size: int) -> None:
         pass
 
-    def _place(self, size: int) -> int:
+    def _place(self, size: int) -> int | None:
         size = -(-size // _GRAIN) * _GRAIN
         for slab in reversed(self._open):
             if slab.largest >= size:
@@ -223,7 +226,10 @@ class RuledDriver:
                     self._open.remove(slab)
                 return address
         length = -(-size // _SLAB) * _SLAB
-        slab = self._new_slab(self._space.take(length), length)
+        start = self._space.take(length)
+        if start is None:
+            return None
+        slab = self._new_slab(start, length)
         address = slab.take(size)
         if not slab.holes:
             self._open.remove(slab)
@@ -302,7 +308,7 @@ class _AddressSpace:
     def __init__(self, top: int) -> None:
         self._free = [(0, top)]
 
-    def take(self, size: int) -> int:
+    def take(self, size: int) -> int | None:
         for index in range(len(self._free) - 1, -1, -1):
             low, high = self._free[index]
             if high - low >= size + _UNALIGNED:
@@ -310,7 +316,7 @@ class _AddressSpace:
                 rest = [(low, start)] + ([(start + size, high)] if start + size < high else [])
                 self._free[index : index + 1] = rest
                 return start
-        raise AssertionError("an address space of 2^46 bytes is full")
+        return None
 
     def give_back(self, start: int, size: int) -> None:
         end = start + size

@@ -72,8 +72,8 @@ class OutOfMemoryError(Exception):
 
 
 class Machine:
-    """One run of a workload. `flush_before` are rows before which the cache is emptied; `progress` hears of rows done,
-    and of how many there are."""
+    """One run of a workload. `flush_before` are rows before which the cache is emptied (one more: after the last);
+    `progress` hears of rows done, and of how many there are."""
 
     def __init__(
         self,
@@ -161,6 +161,9 @@ class Machine:
                 if call != Call.OOM:
                     self.stopped = row
                     break
+        if flush is not None and self.stopped == NEVER and any(flush[len(requests) :]):
+            self.row = len(requests)
+            self.release_cached()
         return self._outcome()
 
     def _outcome(self) -> Outcome:
@@ -363,7 +366,7 @@ class Machine:
                 return block
             index += 1
         space = self.driver.reserve(self.row)
-        if space is None:
+        if space is None or space[1] < need:
             return None
         block = Block(pool, stream, space[0], space[1], UNMAPPED, Region(*space))
         self.segment_count += 1
@@ -428,7 +431,7 @@ class Machine:
         index = bisect_left(pool.free, (stream, want, -1, -1))
         if index < len(pool.free) and pool.free[index][0] == stream:
             block = pool.of_key[pool.free[index]]
-            if block.region is None:
+            if block.region is None and not block.is_split:
                 self._release(block)
                 return True
         given = 0
@@ -438,7 +441,7 @@ class Machine:
             if key[0] != stream or key[1] < most:
                 break
             block = pool.of_key[key]
-            if block.region is None:
+            if block.region is None and not block.is_split:
                 given += block.size
                 self._release(block)
             index -= 1

@@ -25,6 +25,8 @@ NON_SPLIT_ROUNDING = 20 * MiB
 LARGE_REQUEST = 10 * MiB
 """Rounded requests below this share a large-pool segment of `large_page` bytes."""
 _SEGMENT_STEP = 2 * MiB
+_LARGEST = 1 << 62
+"""What failed may have asked for anything; nothing larger can be rounded."""
 _FRACTION_ONE_IS_NO_LIMIT_SINCE = (2, 9)
 _CONF = "PYTORCH_CUDA_ALLOC_CONF"
 
@@ -71,7 +73,7 @@ class Rules:
 
     def rounded(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Block sizes of requests."""
-        return round_sizes(sizes, self.divisions)
+        return round_sizes(np.minimum(sizes, _LARGEST), self.divisions)
 
     def segment_size(self, rounded: int) -> int:
         """Bytes asked of the driver when no cached block holds `rounded` bytes."""

@@ -78,7 +78,8 @@ def run(
     progress: Progress | None = None,
     native: bool | None = None,
 ) -> Outcome:
-    """One run of a workload. `flush_before`: rows before which the cache is emptied. `progress` hears of rows done.
+    """One run of a workload. `flush_before`: rows before which the cache is emptied (one more: after the last).
+    `progress` hears of rows done, and of how many there are.
 
     `native`: True for the native machine (ImportError if it was not built), False for the reference in Python, None
     for the better one there is. They give the same.
