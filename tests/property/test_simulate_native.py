@@ -230,7 +230,11 @@ def check_any(work: Workload, rules: Rules, rng: random.Random) -> Any:
     rows = len(work.requests)
     draw = rng.randrange(3), rng.randrange(rows + 1), rng.randrange(rows + 1)
     refused = [number for number in range(100) if rng.random() < 0.2] if rng.random() < 0.2 else []
-    flush = np.array([rng.random() < 0.02 for _ in range(rows + rng.randrange(2))], np.bool_) if rng.random() < 0.3 else None
+    flush = (
+        np.array([rng.random() < 0.02 for _ in range(rows + rng.randrange(2))], np.bool_)
+        if rng.random() < 0.3
+        else None
+    )
     broken = rng.randrange(60) if rng.random() < 0.05 else -1
     narrow = rng.random() < 0.2
     return check(work, rules, lambda: ruled(*draw, narrow=narrow), flush, refused, broken)
