@@ -127,14 +127,15 @@ class Workload:
 
 def workload(data: SnapshotData, replay: Replay) -> Workload:
     """What the program of a replayed trace asked. The replay must be free of conflicts (`run.unfit` says so)."""
-    trace, blocks, spans = data.trace(replay.device), replay.lifetimes, replay.spans
+    trace, blocks = data.trace(replay.device), replay.lifetimes
     count = replay.events
     streams, stream_of = _streams(trace, replay)
-    pool = _pools(trace, replay)
+    span_pool = _span_pools(trace, replay)
+    pool = _pools(trace, replay, span_pool)
     is_private = pool > 0
     action = trace.action[:count]
     segment_events = np.flatnonzero(np.isin(action, _SEGMENT_ACTIONS))
-    segment_pool = _segment_pools(replay, segment_events, count)
+    segment_pool = _segment_pools(replay, span_pool, segment_events, count)
     groups = _groups(data, trace, segment_events, segment_pool > 0)
 
     call = np.full(count, 255, np.uint8)
@@ -167,7 +168,7 @@ def workload(data: SnapshotData, replay: Replay) -> Workload:
     return Workload(
         requests=requests,
         recorded=recorded,
-        start=_start(replay, is_private, rows, stream_of),
+        start=_start(replay, span_pool, is_private, rows, stream_of),
         streams=streams,
         address=blocks.address,
         block_size=blocks.size,
@@ -175,7 +176,7 @@ def workload(data: SnapshotData, replay: Replay) -> Workload:
         events=count,
         emptied=len(groups.explicit),
         guessed_calls=groups.guessed,
-        has_private_pools=bool(is_private.any() or (spans.pool > 0).any()),
+        has_private_pools=bool(is_private.any() or (span_pool > 0).any()),
     )
 
 
@@ -193,17 +194,27 @@ class _StreamOf:
         return np.searchsorted(self.known, streams).astype(np.int32)
 
 
-def _pools(trace: Trace, replay: Replay) -> NDArray[np.int32]:
-    """The pool of each block: 0 the default one, above it a private one. What nobody says counts as the default."""
+def _span_pools(trace: Trace, replay: Replay) -> NDArray[np.int32]:
+    """The pool of each extent: 0 the default one, above it a private one. What nobody says counts as the default.
+
+    Up to torch 2.11 only the final map says it: of an extent that was given back before, its address may say what came
+    there later.
+    """
+    spans = replay.spans
+    said = spans.pool if trace.pool is not None else np.where(spans.died >= replay.events, spans.pool, 0)
+    return np.maximum(said, 0).astype(np.int32)
+
+
+def _pools(trace: Trace, replay: Replay, span_pool: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The pool of each block, likewise."""
     blocks, spans = replay.lifetimes, replay.spans
     pool = np.zeros(len(blocks), np.int32)
     placed = blocks.span >= 0
-    pool[placed] = spans.pool[blocks.span[placed]]
-    if (spans.expandable & (spans.pool > 0)).any():
-        for row in np.flatnonzero(spans.expandable & (spans.pool > 0)).tolist():
-            start, size = spans.address[row], np.uint64(spans.size[row])
-            inside = ~placed & (blocks.address >= start) & (blocks.address < start + size)
-            pool[inside & (blocks.born <= spans.died[row]) & (blocks.died >= spans.born[row])] = spans.pool[row]
+    pool[placed] = span_pool[blocks.span[placed]]
+    for row in np.flatnonzero(spans.expandable & (span_pool > 0)).tolist():
+        start, size = spans.address[row], np.uint64(spans.size[row])
+        inside = ~placed & (blocks.address >= start) & (blocks.address < start + size)
+        pool[inside & (blocks.born <= spans.died[row]) & (blocks.died >= spans.born[row])] = span_pool[row]
     if trace.pool is not None:
         said = blocks.born >= 0
         of_event = trace.pool[np.maximum(blocks.born, 0)]
@@ -211,13 +222,15 @@ def _pools(trace: Trace, replay: Replay) -> NDArray[np.int32]:
     return np.maximum(pool, 0).astype(np.int32)
 
 
-def _segment_pools(replay: Replay, events: NDArray[np.int64], count: int) -> NDArray[np.int32]:
+def _segment_pools(
+    replay: Replay, span_pool: NDArray[np.int32], events: NDArray[np.int64], count: int
+) -> NDArray[np.int32]:
     """The pool of each segment event, by the extent that began or ended with it."""
     spans = replay.spans
     pool = np.zeros(count + 1, np.int32)
     for at in (spans.died, spans.born):
         known = (at >= 0) & (at < count)
-        pool[at[known]] = np.maximum(spans.pool[known], 0)
+        pool[at[known]] = span_pool[known]
     return pool[events]
 
 
@@ -282,10 +295,16 @@ def _recorded(
     )
 
 
-def _start(replay: Replay, is_private: NDArray[np.bool_], rows: NDArray[np.int32], stream_of: _StreamOf) -> StartMap:
+def _start(
+    replay: Replay,
+    span_pool: NDArray[np.int32],
+    is_private: NDArray[np.bool_],
+    rows: NDArray[np.int32],
+    stream_of: _StreamOf,
+) -> StartMap:
     blocks, spans = replay.lifetimes, replay.spans
     held = spans.born == BEFORE
-    shared = np.flatnonzero(held & (spans.pool <= 0))
+    shared = np.flatnonzero(held & (span_pool <= 0))
     shared = shared[np.argsort(spans.address[shared])]
     active = (blocks.born == BEFORE) & (blocks.died > BEFORE)
     pending = active & (blocks.freed == BEFORE)
@@ -301,7 +320,7 @@ def _start(replay: Replay, is_private: NDArray[np.bool_], rows: NDArray[np.int32
         block_address=blocks.address[ours],
         block_size=blocks.size[ours],
         block_pending=pending[ours],
-        private_reserved=int(spans.size[held & (spans.pool > 0)].sum()),
+        private_reserved=int(spans.size[held & (span_pool > 0)].sum()),
         private_live=int(blocks.size[active & is_private & ~pending].sum()),
         private_pending=int(blocks.size[pending & is_private].sum()),
     )
