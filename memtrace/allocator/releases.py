@@ -66,7 +66,7 @@ def told_apart(
     one allocation, other than by a call that is named, is forced as a whole or not at all: with context="alloc" an
     explicit call shows the stacks of the segments, one of which may be that of the allocation.
     """
-    others = np.flatnonzero(~np.isin(trace.action, (*_TAKEN, *_GIVEN)))
+    others = np.flatnonzero(~np.isin(trace.action, (*_TAKEN, *_GIVEN)) & ~waited_for(trace, given))
     turn = np.searchsorted(others, given)
     following = np.append(others, 0)[turn]
     action = np.where(turn < len(others), trace.action[following], np.uint8(255))
@@ -87,3 +87,19 @@ def _kinds(stacks: StackTable, stack: NDArray[np.int32]) -> tuple[NDArray[np.boo
     silent = [one == NOT_RECORDED or not len(stacks.ids(one)) for one in distinct.tolist()]
     named = [any(frame.name == _EMPTY_CACHE for frame in stacks.frames(one)) for one in distinct.tolist()]
     return np.array(silent, np.bool_)[which], np.array(named, np.bool_)[which]
+
+
+def waited_for(trace: Trace, given: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which events are frees that completed because a release of the cache waited for their streams: they stand behind
+    memory that was given back (`given`: those events, in order) with nothing else between, and have its stack."""
+    found = np.zeros(len(trace), np.bool_)
+    completed = np.flatnonzero(trace.action == Action.FREE_COMPLETED)
+    if not len(given) or not len(completed):
+        return found
+    quiet = np.isin(trace.action, (*_TAKEN, *_GIVEN, Action.FREE_COMPLETED))
+    loud = np.flatnonzero(~quiet)
+    before = np.searchsorted(given, completed) - 1
+    last = given[np.maximum(before, 0)]
+    between = np.searchsorted(loud, completed) - np.searchsorted(loud, last)
+    found[completed] = (before >= 0) & (between == 0) & (trace.stack[completed] == trace.stack[last])
+    return found

@@ -167,18 +167,15 @@ def simulation(
     """Makes a recording ready. `known_limit`: torch's cap as recorded; `given_limit`: as somebody says it, tried where
     the recording does not fit without one."""
     reason = simulate.unfit(replay)
-    work = workload(data, replay)
     check = None
     if reason is None:
         ties = _ties(data)
         rules = Rules.of(replay.settings, data.settings, ties[0])
-        limits = list(dict.fromkeys([known_limit, None]))
-        if rules.collect_above and given_limit is not None:
-            limits = list(dict.fromkeys([known_limit, given_limit, None]))
-            if known_limit is None:
-                limits.sort(key=lambda limit: limit is None)
-        check = simulate.self_check(work, rules, ties, limits, progress)
+        limits = _limits(known_limit, given_limit, rules)
+        work, check = simulate.checked(data, replay, rules, ties, limits, progress)
         reason = check.reason
+    else:
+        work = workload(data, replay)
     return Simulation(
         work=work,
         check=check,
@@ -190,6 +187,14 @@ def simulation(
         at_most=data.torch.at_most,
         is_complete=replay.complete,
     )
+
+
+def _limits(known: int | None, given: int | None, rules: Rules) -> tuple[int | None, ...]:
+    """Limits that the recording may have had, the likeliest first. One that somebody names may be another than that of
+    the recording: it is tried where one is missing to tell when garbage was collected."""
+    if known is not None:
+        return known, None
+    return (given, None) if given is not None and rules.collect_above else (None,)
 
 
 def _step_ends(timeline: Timeline) -> NDArray[np.int64]:

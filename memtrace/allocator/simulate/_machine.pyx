@@ -36,6 +36,7 @@ cdef enum:  # requests.Call
     CALL_PRIVATE_FREE_REQUESTED = 9
     CALL_PRIVATE_FREE_COMPLETED = 10
     CALL_PRIVATE_FREE = 11
+    CALL_PRIVATE_OOM = 12
 
 cdef enum:  # requests.SegmentKind
     SEGMENT_ALLOC = 0
@@ -109,7 +110,7 @@ def run(work, rules, driver, flush_before=None, progress=None):
             m.ooms += 1
             if m.first_oom == NEVER:
                 m.first_oom = row
-            if call[row] != CALL_OOM:
+            if call[row] != CALL_OOM and call[row] != CALL_PRIVATE_OOM:
                 m.stopped = row
                 break
         if flushes and m.stopped == NEVER and flush.shape[0] > rows and flush[rows]:
@@ -140,7 +141,7 @@ cdef Machine machine_of(work, rules, driver):
     m.limit = UNLIMITED if rules.limit is None else bounded(rules.limit)
     m.counts_age = rules.limit is not None and rules.collect_above > 0
     m.collect_to = bounded(int(rules.collect_above * rules.limit)) if m.counts_age else 0
-    m.first_oom = m.stopped = NEVER
+    m.first_oom = m.first_served = m.stopped = NEVER
     m.refused = UNLIMITED
     place(m, work.start)
     return m
@@ -173,6 +174,7 @@ cdef outcome(Machine m):
         retries=m.retries,
         ooms=m.ooms,
         first_oom=m.first_oom,
+        first_served=m.first_served,
         stopped=m.stopped,
         reserved_at_end=m.total,
         proven=m.proven,
@@ -209,6 +211,8 @@ cdef int answer(
     elif call == CALL_PRIVATE_SEGMENT_FREE:
         m.total -= size
         m.device_frees += 1
+    elif call == CALL_PRIVATE_OOM:
+        return make_room(m, size) and note_served(m)
     elif call == CALL_PRIVATE_ALLOC:
         check_row(m, row)
         counted(m, m.private_size[row])
@@ -279,6 +283,7 @@ cdef int failed_request(Machine m, int64_t need, int32_t stream) except -1 nogil
     cdef Block* block = NULL
     if not serve(m, need, stream, &block):
         return 0
+    note_served(m)
     counted(m, block.size)
     m.allocated -= block.size
     m.active -= block.size
@@ -286,18 +291,38 @@ cdef int failed_request(Machine m, int64_t need, int32_t stream) except -1 nogil
     return 1
 
 
+cdef inline int note_served(Machine m) noexcept nogil:
+    if m.first_served == NEVER:
+        m.first_served = m.row
+    return 1
+
+
 cdef int private_segment(Machine m, int64_t size) except -1 nogil:
     """A segment of a private pool: taken as recorded, if the limit allows."""
-    if is_over(m, size):
-        release_cached(m)
-        m.retries += 1
-        if is_over(m, size):
-            return 0
+    if not make_room(m, size):
+        return 0
     m.total += size
     m.device_allocs += 1
     m.reserved_peak = max(m.reserved_peak, m.total)
     m.proven = max(m.proven, m.total)
     return 1
+
+
+cdef int make_room(Machine m, int64_t size) except -1 nogil:
+    """0: there is no room for a private pool's segment. Nothing is given back for it."""
+    if m.counts_age:
+        garbage_collect(m)
+    return not is_against(m, size)
+
+
+cdef int is_against(Machine m, int64_t size) except -1 nogil:
+    """Whether the limit or the driver is, before anything is asked of it."""
+    if is_over(m, size):
+        return 1
+    if driver_refuses(m):
+        m.refused = min(m.refused, total_with(m, size))
+        return 1
+    return 0
 
 
 # ---- malloc
@@ -402,7 +427,9 @@ cdef int alloc_block(Machine m, int64_t owner, int64_t need, uint64_t wanted, Bl
     cdef int given
     if is_over(m, wanted):
         return 0
-    if m.expandable:
+    if driver_refuses(m):
+        given = 0
+    elif m.expandable:
         given = expand(m, owner, need, found)
     else:
         given = driver_allocate(m, wanted, &address)

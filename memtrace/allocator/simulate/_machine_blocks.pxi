@@ -63,7 +63,7 @@ cdef class Machine:
     cdef int64_t searches[2]
     cdef int64_t made, segment_count
     cdef int64_t total, reserved_peak, allocated, allocated_peak, active, active_peak, split, split_peak
-    cdef int64_t device_allocs, device_frees, retries, ooms, first_oom, stopped, proven, refused
+    cdef int64_t device_allocs, device_frees, retries, ooms, first_oom, first_served, stopped, proven, refused
 
 
 cdef inline int tick(Machine m) except -1 nogil:

@@ -1,5 +1,10 @@
 # ---- the driver, a Python object: the only one the loop asks. 0: it refuses
 
+cdef int driver_refuses(Machine m) except -1 nogil:
+    with gil:
+        return bool(m.driver.refuses(m.row))
+
+
 cdef int driver_allocate(Machine m, uint64_t size, uint64_t* address) except -1 nogil:
     with gil:
         found = m.driver.allocate(m.row, size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +49,9 @@ class DivergedError(Exception):
 class Driver(Protocol):
     """Answers the allocator. `row` is the row of `Requests` at hand; None is a refusal."""
 
+    def refuses(self, row: int) -> bool:
+        """Whether it, or a cap of torch's that nobody knows, is against any new memory now."""
+
     def allocate(self, row: int, size: int) -> int | None:
         """Address of a new segment."""
 
@@ -66,12 +69,14 @@ class Driver(Protocol):
 
 
 class RecordedDriver:
-    """Answers as the recorded one did, and refuses when it refused. Raises DivergedError at any other question."""
+    """Answers as the recorded one did, and refuses when it refused: before memory was given back, and (`failed`: rows)
+    where a request failed. Raises DivergedError at any other question."""
 
-    def __init__(self, recorded: SegmentEvents) -> None:
+    def __init__(self, recorded: SegmentEvents, failed: Collection[int] = ()) -> None:
         columns = (recorded.row, recorded.kind, recorded.address, recorded.size)
         self._events = list(zip(*(column.tolist() for column in columns), strict=True))
         self._next = 0
+        self._failed = frozenset(failed)
         self.refusals: list[int] = []
         """Rows at which it refused."""
 
@@ -80,6 +85,14 @@ class RecordedDriver:
         if self._next < len(self._events) and self._events[self._next][0] == row:
             return self._events[self._next][1:]
         return None
+
+    def refuses(self, row: int) -> bool:
+        self.finish(row)
+        found = self._peek(row)
+        is_refusal = row in self._failed if found is None else found[0] in (SegmentKind.FREE, SegmentKind.UNMAP)
+        if is_refusal:
+            self.refusals.append(row)
+        return is_refusal
 
     def allocate(self, row: int, size: int) -> int | None:
         found = self._take(row, SegmentKind.ALLOC)
@@ -187,6 +200,9 @@ class RuledDriver:
         self._host: list[tuple[int, int, int]] = []
         if not is_plain and draw.moments.moved >= _HOST_LEAST:
             self._host = sorted(_host_ranges(chance, until))
+
+    def refuses(self, row: int) -> bool:
+        return False
 
     def allocate(self, row: int, size: int) -> int | None:
         while self._host and self._host[0][0] <= row:

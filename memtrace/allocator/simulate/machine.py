@@ -43,7 +43,8 @@ HEARD_EVERY = 100_000
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome(FrozenColumns):
     """What the allocator did. Peaks in bytes; `address` and `size` of each block (`NOT_PLACED`: it was not reached, or
-    is private); rows of `Requests`, `NEVER` where it did not happen.
+    is private); rows of `Requests`, `NEVER` where it did not happen: of the first request that failed, of the first
+    that was served and had failed in the recording, and of the one at which the run stopped.
 
     `proven` and `refused` bracket a limit nobody named: the driver gave memory up to `proven` bytes in all, and would
     not let torch have `refused` (None: it never refused).
@@ -58,6 +59,7 @@ class Outcome(FrozenColumns):
     retries: int
     ooms: int
     first_oom: int
+    first_served: int
     stopped: int
     reserved_at_end: int
     proven: int
@@ -95,7 +97,7 @@ class Machine:
         self.split = self.split_peak = 0
         self.device_allocs = self.device_frees = 0
         self.retries = self.ooms = 0
-        self.first_oom = self.stopped = NEVER
+        self.first_oom = self.first_served = self.stopped = NEVER
         self.proven, self.refused = 0, UNLIMITED
         self.node: dict[int, Block] = {}
         self.waiting: dict[int, Block] = {}
@@ -143,6 +145,9 @@ class Machine:
                 elif call == Call.PRIVATE_SEGMENT_FREE:
                     self.total -= size
                     self.device_frees += 1
+                elif call == Call.PRIVATE_OOM:
+                    self._make_room(size)
+                    self._note_served()
                 elif call == Call.PRIVATE_ALLOC:
                     self._count(int(private_size[block]))
                 elif call == Call.PRIVATE_FREE_REQUESTED:
@@ -158,7 +163,7 @@ class Machine:
                 self.ooms += 1
                 if self.first_oom == NEVER:
                     self.first_oom = row
-                if call != Call.OOM:
+                if call not in (Call.OOM, Call.PRIVATE_OOM):
                     self.stopped = row
                     break
         if flush is not None and self.stopped == NEVER and any(flush[len(requests) :]):
@@ -178,6 +183,7 @@ class Machine:
             retries=self.retries,
             ooms=self.ooms,
             first_oom=self.first_oom,
+            first_served=self.first_served,
             stopped=self.stopped,
             reserved_at_end=self.total,
             proven=self.proven,
@@ -223,22 +229,40 @@ class Machine:
     def _failed_request(self, need: int, stream: int) -> None:
         """A request that failed in the recording. Where it does not, its memory is given back at once."""
         node = self.malloc(need, stream)
+        self._note_served()
         self._count(node.size)
         self.allocated -= node.size
         self.active -= node.size
         self.free_block(node)
 
+    def _note_served(self) -> None:
+        if self.first_served == NEVER:
+            self.first_served = self.row
+
     def _private_segment(self, size: int) -> None:
         """A segment of a private pool: taken as recorded, if the limit allows."""
-        if self._over(size):
-            self.release_cached()
-            self.retries += 1
-            if self._over(size):
-                raise OutOfMemoryError
+        self._make_room(size)
         self.total += size
         self.device_allocs += 1
         self.reserved_peak = max(self.reserved_peak, self.total)
         self.proven = max(self.proven, self.total)
+
+    def _make_room(self, size: int) -> None:
+        """Raises OutOfMemoryError if there is none for a private pool's segment. While torch allocates to such a pool,
+        a capture is under way for it: nothing is given back, and nothing tried again."""
+        if self.counts_age:
+            self.garbage_collect()
+        if self._is_against(size):
+            raise OutOfMemoryError
+
+    def _is_against(self, size: int) -> bool:
+        """Whether the limit or the driver is, before anything is asked of it: for a private pool nothing more is."""
+        if self._over(size):
+            return True
+        if self.driver.refuses(self.row):
+            self.refused = min(self.refused, self.total + size)
+            return True
+        return False
 
     # ---- malloc
 
@@ -317,7 +341,10 @@ class Machine:
         if self._over(wanted):
             return None
         before = self.total
-        if self.rules.expandable:
+        block: Block | None
+        if self.driver.refuses(self.row):
+            block = None
+        elif self.rules.expandable:
             block = self._expand(pool, need, stream)
         else:
             address = self.driver.allocate(self.row, wanted)

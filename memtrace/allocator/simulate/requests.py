@@ -12,14 +12,16 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from memtrace.allocator.releases import told_apart
+from memtrace.allocator.releases import told_apart, waited_for
 from memtrace.allocator.result import Replay
+from memtrace.allocator.simulate.rules import Rules
 from memtrace.model import Action, SnapshotData, Trace
 from memtrace.model.frozen import FrozenColumns
 
 NO_BLOCK = -1
 BEFORE = -1
 _SEGMENT_ACTIONS = (Action.SEGMENT_ALLOC, Action.SEGMENT_FREE, Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
+_NO_CALL = 255
 _GIVEN_BACK = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 
 
@@ -40,6 +42,8 @@ class Call(IntEnum):
     PRIVATE_FREE_REQUESTED = 9
     PRIVATE_FREE_COMPLETED = 10
     PRIVATE_FREE = 11
+    PRIVATE_OOM = 12
+    """A request of a private pool that failed; `size` is that of the segment it needed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,13 +103,26 @@ class StartMap(FrozenColumns):
     private_pending: int
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What events leave open, and how it is read. `late`: allocations (their events) that waited for streams after they
+    had looked for a free block, not before; `private`: requests that failed in a private pool."""
+
+    late: frozenset[int] = frozenset()
+    private: frozenset[int] = frozenset()
+
+
+_AS_IT_STANDS = Reading()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
     """A recorded program, ready to be run against an allocator.
 
     `recorded` is what the allocator did with the driver for it, `address` and `block_size` where each block of the
     default pool was put; `is_simulated` tells which blocks those are. `emptied` counts explicit `empty_cache()` calls
-    that gave something back (others leave no event); `guessed_calls` of them are told by their place only.
+    that gave something back (others leave no event); `guessed_calls` of them are told by their place only. `reading` is
+    how open events were read, and `may_be_late` are the allocations that can be read in either way.
     """
 
     requests: Requests
@@ -119,13 +136,15 @@ class Workload:
     emptied: int
     guessed_calls: int
     has_private_pools: bool
+    reading: Reading = _AS_IT_STANDS
+    may_be_late: frozenset[int] = frozenset()
 
     @property
     def blocks(self) -> int:
         return len(self.address)
 
 
-def workload(data: SnapshotData, replay: Replay) -> Workload:
+def workload(data: SnapshotData, replay: Replay, reading: Reading = _AS_IT_STANDS) -> Workload:
     """What the program of a replayed trace asked. The replay must be free of conflicts (`run.unfit` says so)."""
     trace, blocks = data.trace(replay.device), replay.lifetimes
     count = replay.events
@@ -138,7 +157,7 @@ def workload(data: SnapshotData, replay: Replay) -> Workload:
     segment_pool = _segment_pools(replay, span_pool, segment_events, count)
     groups = _groups(data, trace, segment_events, segment_pool > 0)
 
-    call = np.full(count, 255, np.uint8)
+    call = np.full(count, _NO_CALL, np.uint8)
     block = np.full(count, NO_BLOCK, np.int32)
     rows = np.arange(len(blocks), dtype=np.int32)
     shift = np.where(is_private, np.uint8(Call.PRIVATE_ALLOC), np.uint8(0))
@@ -150,21 +169,27 @@ def workload(data: SnapshotData, replay: Replay) -> Workload:
     at_once = died & (blocks.died == blocks.freed)
     kind = np.where(at_once, Call.FREE, Call.FREE_COMPLETED).astype(np.uint8) + shift
     call[blocks.died[died]], block[blocks.died[died]] = kind[died], rows[died]
-    call[action == Action.OOM] = Call.OOM
+    ooms = np.flatnonzero(action == Action.OOM)
+    said_private = np.zeros(len(ooms), np.bool_) if trace.pool is None else trace.pool[ooms] > 0
+    is_of_private = said_private | np.isin(ooms, list(reading.private))
+    call[ooms] = np.where(is_of_private, Call.PRIVATE_OOM, Call.OOM)
     call[groups.explicit] = Call.EMPTY_CACHE
     private = segment_events[segment_pool > 0]
-    given = np.isin(action[private], _GIVEN_BACK)
-    call[private] = np.where(given, Call.PRIVATE_SEGMENT_FREE, Call.PRIVATE_SEGMENT)
+    call[private] = np.where(np.isin(action[private], _GIVEN_BACK), Call.PRIVATE_SEGMENT_FREE, Call.PRIVATE_SEGMENT)
 
-    event = np.flatnonzero(call != 255)
+    given = segment_events[np.isin(action[segment_events], _GIVEN_BACK)]
+    before = _completed_before(trace, action)
+    waited = waited_for(trace, given)
+    waited[: len(before)] |= np.isin(before, list(reading.late))
+    event, when = _in_order(action, np.flatnonzero(call != _NO_CALL), waited, groups)
     requests = Requests(
         call=call[event],
-        event=event,
+        event=when,
         block=block[event],
         size=_sizes(trace, replay, call, block, event),
         stream=stream_of(trace.stream[:count][event]),
     )
-    recorded = _recorded(trace, event, segment_events[segment_pool <= 0], groups, stream_of)
+    recorded = _recorded(trace, when, segment_events[segment_pool <= 0], groups, stream_of)
     return Workload(
         requests=requests,
         recorded=recorded,
@@ -177,7 +202,47 @@ def workload(data: SnapshotData, replay: Replay) -> Workload:
         emptied=len(groups.explicit),
         guessed_calls=groups.guessed,
         has_private_pools=bool(is_private.any() or (span_pool > 0).any()),
+        reading=reading,
+        may_be_late=frozenset(np.unique(before[before >= 0]).tolist()),
     )
+
+
+def _in_order(
+    action: NDArray[np.uint8], event: NDArray[np.int64], waited: NDArray[np.bool_], groups: _Groups
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The events that are calls, in the order in which they are answered, and the event that each counts as.
+
+    A free that completed while an allocation released the cache comes after that allocation: before, it would be found.
+    """
+    late = event[waited[event]]
+    asks = np.flatnonzero((action == Action.ALLOC) | (action == Action.OOM))
+    following = np.append(asks, len(action))[np.searchsorted(asks, late)]
+    explicit = np.append(groups.explicit, -1)[np.searchsorted(groups.explicit, late, side="right") - 1]
+    moves = (following < len(action)) & ~(_own_before(groups, late) & (explicit >= 0))
+    when = event.copy()
+    when[np.searchsorted(event, late[moves])] = following[moves]
+    order = np.lexsort((event != when, when))
+    return event[order], when[order]
+
+
+def _completed_before(trace: Trace, action: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """For each event: the allocation (or failure) that a free completed right before, polled by it; -1: none."""
+    found = np.full(len(action), -1, np.int64)
+    completed = np.flatnonzero(action == Action.FREE_COMPLETED)
+    others = np.flatnonzero(~np.isin(action, (*_SEGMENT_ACTIONS, Action.FREE_COMPLETED)))
+    if not len(others):
+        return found
+    following = np.append(others, -1)[np.searchsorted(others, completed)]
+    asks = (following >= 0) & np.isin(action[following], (Action.ALLOC, Action.OOM))
+    polled = asks & (trace.stack[completed] == trace.stack[following])
+    found[completed[polled]] = following[polled]
+    return found
+
+
+def _own_before(groups: _Groups, late: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether the last segment event before each was given back by the program's own call."""
+    before = np.searchsorted(groups.events, late) - 1
+    return np.append(groups.own, False)[before]
 
 
 def _streams(trace: Trace, replay: Replay) -> tuple[NDArray[np.uint64], _StreamOf]:
@@ -266,8 +331,10 @@ def _sizes(
     """Bytes of each row: as the event has them; of blocks in private pools, the block's."""
     size = trace.size[: replay.events][event].astype(np.int64)
     calls, rows = call[event], block[event]
-    private = np.isin(calls, (Call.PRIVATE_ALLOC,))
+    private = calls == Call.PRIVATE_ALLOC
     size[private] = replay.lifetimes.size[rows[private]]
+    for row in np.flatnonzero(calls == Call.PRIVATE_OOM).tolist():
+        size[row] = Rules(large_page=replay.settings.large_page).segment_size(int(size[row]))
     return size
 
 

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from memtrace.allocator.result import Replay
 from memtrace.allocator.simulate.driver import DivergedError, Draw, Driver, Moments, RecordedDriver, RuledDriver
 from memtrace.allocator.simulate.machine import NEVER, Machine, Outcome
-from memtrace.allocator.simulate.requests import Call, SegmentKind, Workload
+from memtrace.allocator.simulate.requests import Call, Reading, SegmentKind, Workload, workload
 from memtrace.allocator.simulate.rules import Rules, Tie
+from memtrace.model import SnapshotData
 
 try:
     from memtrace.allocator.simulate import _machine
@@ -26,6 +27,9 @@ DRAWS = 20
 """Ways in which the rest of the process may have used the device, beside the rules alone."""
 _LIMIT_STEPS = 64
 """Guesses at a limit that nobody named; each halves what is left of the possible ones."""
+
+_READINGS = 64
+"""Events that are read the other way, one run each."""
 
 Progress = Callable[[int, int], None]
 
@@ -102,6 +106,39 @@ def unfit(replay: Replay) -> str | None:
     return None
 
 
+def checked(
+    data: SnapshotData,
+    replay: Replay,
+    rules: Rules,
+    ties: Sequence[Tie],
+    limits: Sequence[int | None] = (None,),
+    progress: Progress | None = None,
+) -> tuple[Workload, SelfCheck]:
+    """A replayed trace as a workload, and its self-check. What its events leave open is read the other way where the
+    simulation parts from the recording over it."""
+    work = workload(data, replay)
+    check = self_check(work, rules, ties, limits, progress)
+    for _ in range(_READINGS):
+        other = None if check.is_exact else _read_otherwise(work, check)
+        if other is None:
+            break
+        work = workload(data, replay, other)
+        check = self_check(work, rules, ties, limits, progress)
+    return work, check
+
+
+def _read_otherwise(work: Workload, check: SelfCheck) -> Reading | None:
+    """How to read the event at which the simulation parted, if that is open and was not tried."""
+    reading, event = work.reading, check.event
+    if event is None:
+        return None
+    if event in work.may_be_late and event not in reading.late:
+        return replace(reading, late=reading.late | {event})
+    if work.has_private_pools and event in _failed_events(work) and event not in reading.private:
+        return replace(reading, private=reading.private | {event})
+    return None
+
+
 def self_check(
     work: Workload,
     rules: Rules,
@@ -126,7 +163,7 @@ def self_check(
 
 def _compared(work: Workload, rules: Rules, progress: Progress | None) -> tuple[SelfCheck, DivergedError | None, bool]:
     """The check; where it parted from the recording; and whether the driver had just refused then."""
-    driver = RecordedDriver(work.recorded)
+    driver = _recorded_driver(work)
     try:
         outcome = run(work, rules, driver, progress=progress)
         driver.finish(len(work.requests) + 1)
@@ -134,6 +171,18 @@ def _compared(work: Workload, rules: Rules, progress: Progress | None) -> tuple[
         refused = error.row in driver.refusals
         return SelfCheck(rules, None, error.reason, _event(work, error.row)), error, refused
     return _held_against(work, rules, outcome), None, False
+
+
+def _failed_rows(work: Workload) -> NDArray[np.int64]:
+    return np.flatnonzero(np.isin(work.requests.call, (Call.OOM, Call.PRIVATE_OOM)))
+
+
+def _failed_events(work: Workload) -> NDArray[np.int64]:
+    return work.requests.event[_failed_rows(work)]
+
+
+def _recorded_driver(work: Workload) -> RecordedDriver:
+    return RecordedDriver(work.recorded, _failed_rows(work).tolist())
 
 
 def _held_against(work: Workload, rules: Rules, outcome: Outcome) -> SelfCheck:
@@ -148,9 +197,11 @@ def _held_against(work: Workload, rules: Rules, outcome: Outcome) -> SelfCheck:
     if wrong.any():
         event = _event(work, int(rows[wrong.argmax()]))
         return SelfCheck(rules, outcome, "a block is put elsewhere than in the recording", event)
-    if outcome.ooms != int((requests.call == Call.OOM).sum()):
-        row = int(np.flatnonzero(requests.call == Call.OOM)[0])
-        return SelfCheck(rules, outcome, "a request is served that failed in the recording", _event(work, row))
+    failed = _failed_rows(work)
+    if outcome.ooms != len(failed):
+        return SelfCheck(
+            rules, outcome, "a request is served that failed in the recording", _event(work, outcome.first_served)
+        )
     return SelfCheck(rules, outcome, None, None)
 
 
@@ -220,7 +271,7 @@ def predict(
 def _as_recorded(work: Workload, rules: Rules, progress: Progress | None) -> Outcome | None:
     """The run with segments where they were recorded; None where it asks for others, or for one that the driver refused
     in the recording and the limit does not."""
-    driver = RecordedDriver(work.recorded)
+    driver = _recorded_driver(work)
     try:
         outcome = run(work, rules, driver, progress=progress)
         driver.finish(outcome.stopped if outcome.stopped != NEVER else len(work.requests) + 1)
