@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-MIB = 1 << 20
 _AT_ONCE = 6
-_CALLS = 3000
+PROGRAM = Path(__file__).resolve().parent.parent / "fixtures" / "make" / "stress.py"
 SETTINGS: dict[str, tuple[str, int]] = {
     "plain": ("", 0),
     "capped": ("", 1500),
@@ -40,51 +37,6 @@ SETTINGS: dict[str, tuple[str, int]] = {
 """PYTORCH_CUDA_ALLOC_CONF, and torch's cap in MiB (0: none)."""
 
 
-def program(seed: int, cap: int, out: Path, name: str) -> None:
-    """One of them, recorded."""
-    import torch
-
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "fixtures" / "make"))
-    from recording import allocator_settings, limit_memory, save, start
-
-    start()
-    if cap:
-        limit_memory(cap / 1024)
-    chance = random.Random(seed)
-    streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
-    pool = torch.cuda.MemPool()
-    live: list[Any] = []
-    ooms = 0
-    for _ in range(_CALLS):
-        draw, size = chance.random(), int(512 * 2 ** chance.uniform(0, 18.6))
-        stream, other, victim = chance.choice(streams), chance.choice(streams), chance.random()
-        is_private, wait = chance.random() < 0.02, chance.randrange(1, 400_000)
-        if draw < 0.52 or not live:
-            try:
-                with torch.cuda.stream(stream):
-                    if is_private and size < 4 * MIB:
-                        with torch.cuda.use_mem_pool(pool):
-                            live.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-                    else:
-                        live.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-            except torch.cuda.OutOfMemoryError:
-                ooms += 1
-                live = live[::2]
-        elif draw < 0.98:
-            tensor = live.pop(int(victim * len(live)))
-            if wait < 40_000 and other is not stream:
-                with torch.cuda.stream(other):
-                    torch.cuda._sleep(wait * 20)
-                tensor.record_stream(other)
-            del tensor
-        elif draw < 0.985:
-            torch.cuda.empty_cache()
-        elif draw < 0.99:
-            live = live[::2]
-    truth = {"case": "stress", "seed": seed, "cap_mib": cap, "caught": ooms, "alloc_conf": allocator_settings()}
-    save(out, name, truth)
-
-
 def record(out: Path, seeds: int) -> None:
     """Every seed under every setting."""
     out.mkdir(parents=True, exist_ok=True)
@@ -100,7 +52,8 @@ def record(out: Path, seeds: int) -> None:
             seed, name = waiting.pop(0)
             conf, cap = SETTINGS[name]
             environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": conf} if conf else dict(os.environ)
-            command = [sys.executable, __file__, "program", str(seed), str(cap), str(out), f"{seed}.{name}"]
+            command = [sys.executable, str(PROGRAM), "--seed", str(seed), "--cap", str(cap), "--out", str(out)]
+            command += ["--name", f"{seed}.{name}"]
             running.append((f"{seed}.{name}", subprocess.Popen(command, env=environment)))
         time.sleep(0.2)
 
@@ -113,7 +66,7 @@ def compare(directory: Path) -> None:
     for path in sorted(directory.glob("*.pickle.xz")):
         truth = json.loads(path.with_name(path.name.replace(".pickle.xz", ".truth.json")).read_text())
         snapshot = memtrace.load(path, cache=False)
-        simulation = snapshot.simulation(limit=truth["cap_mib"] * MIB or None)
+        simulation = snapshot.simulation(limit=truth["limit"])
         count += 1
         check = simulation.check
         if check is None or not simulation.is_exact or check.outcome is None:
@@ -142,9 +95,7 @@ def compare(directory: Path) -> None:
 
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    if what == "program":
-        program(int(rest[0]), int(rest[1]), Path(rest[2]), rest[3])
-    elif what == "record":
+    if what == "record":
         record(Path(rest[0]), int(rest[1]) if len(rest) > 1 else 4)
     else:
         compare(Path(rest[0]))

@@ -71,7 +71,7 @@ cdef enum:
     PATIENCE = 1 << 20  # rows and blocks gone through between two looks for signals
 
 cdef int64_t UNLIMITED = INT64_MAX
-cdef int64_t RESERVATION = <int64_t>1 << 50  # driver.RESERVATION
+cdef int64_t RESERVATION = <int64_t>1 << 46  # driver.RESERVATION
 
 include "_machine_blocks.pxi"
 include "_machine_driver.pxi"

@@ -31,9 +31,10 @@ _HOST_SIZES = tuple(size * MiB for size in (64, 96, 128, 256, 512, 1024, 2048, 4
 _HOST_ABOVE = 1 << 40
 """Weights that the host gives back once they are on the device leave ranges in which the next slabs go: seen where it
 moved more than this. How many and how large is a guess, wide enough for the recordings that show it."""
-RESERVATION = 1 << 50
+RESERVATION = 1 << 46
 """Address space of an expandable segment. The true one is 9/8 of the device's memory: never filled before that is."""
-_MOST_RESERVED = 1000
+_REGIONS = 1 << 13
+"""Reservations that lie apart. A program that empties its cache again and again takes more, but drops those before."""
 _MOST_UNSEEN = 40
 _PHASES = 16
 
@@ -222,9 +223,7 @@ class RuledDriver:
 
     def reserve(self, row: int) -> tuple[int, int] | None:
         # far away from the slabs, one below the other as any large mapping
-        if self._reserved == _MOST_RESERVED:
-            return None
-        self._reserved += 1
+        self._reserved = self._reserved % _REGIONS + 1
         return (1 << 60) - self._reserved * RESERVATION, RESERVATION
 
     def map(self, row: int, address: int, size: int) -> bool:

@@ -147,18 +147,19 @@ def self_check(
     progress: Progress | None = None,
 ) -> SelfCheck:
     """The recorded settings against the recording: with the first of `ties` (the releases of torch it may be of) and of
-    `limits` that fits. If none does and torch was to collect garbage, a limit is looked for that explains it."""
-    first: SelfCheck | None = None
+    `limits` that fits. Where garbage may have been collected under a limit that is not known, one is looked for."""
+    best: SelfCheck | None = None
     for limit, tie in itertools.product(limits, ties):
         check = _compared(work, replace(rules, tie=tie, limit=limit), progress)[0]
+        best = check if best is None or check.is_exact else best
         if check.is_exact:
-            return check
-        first = first or check
-    assert first is not None, "there is always a rule to try"
-    if rules.collect_above:
-        found = _with_limit(work, first.rules, progress)
-        return found if found.is_exact else first
-    return first
+            break
+    assert best is not None, "there is always a rule to try"
+    is_open = not best.is_exact or (best.rules.limit is None and _retries(best) > 0)
+    if rules.collect_above and is_open:
+        found = _with_limit(work, best.rules, progress)
+        return found if found.is_exact else best
+    return best
 
 
 def _compared(work: Workload, rules: Rules, progress: Progress | None) -> tuple[SelfCheck, DivergedError | None, bool]:
@@ -214,19 +215,28 @@ def _with_limit(work: Workload, rules: Rules, progress: Progress | None) -> Self
     what the recording kept, too high a one keeps what the recording gave back."""
     low = _highest_reserved(work)
     high = int(low / rules.collect_above) + 1
-    check = SelfCheck(rules, None, "no limit explains when garbage was collected", None)
+    best = SelfCheck(rules, None, "no limit explains when garbage was collected", None)
     for _ in range(_LIMIT_STEPS):
         if low >= high:
             break
         limit = (low + high) // 2
         check, error, refused = _compared(work, replace(rules, limit=limit), progress)
-        if check.is_exact or error is None:
+        if error is None and not check.is_exact:
             break
-        if refused or error.is_missed:
+        if check.is_exact and (best.outcome is None or _retries(check) < _retries(best)):
+            best = check
+        if check.is_exact and not _retries(check):
+            break
+        # what was collected may look like what a failed allocation gave back: a lower limit may explain more of it
+        if check.is_exact or refused or (error is not None and error.is_missed):
             high = limit
         else:
             low = limit + 1
-    return check
+    return best
+
+
+def _retries(check: SelfCheck) -> int:
+    return 0 if check.outcome is None else check.outcome.retries
 
 
 def _highest_reserved(work: Workload) -> int:
