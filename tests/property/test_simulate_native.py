@@ -70,6 +70,9 @@ class Noted:
         self.driver, self.refused, self.broken = driver, frozenset(refused), broken
         self.asked: list[tuple[Any, ...]] = []
 
+    def refuses(self, row: int) -> bool:
+        return not self._note("refuses", row)
+
     def allocate(self, row: int, size: int) -> int | None:
         return self.driver.allocate(row, size) if self._note("allocate", row, size) else None
 
@@ -535,6 +538,9 @@ class Odd:
 
     def __init__(self, given: Any) -> None:
         self.given = given
+
+    def refuses(self, row: int) -> bool:
+        return False
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *_: self.given
