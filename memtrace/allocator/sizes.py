@@ -75,7 +75,7 @@ class AllocatorSettings:
         version = tuple(int(part) for part in (torch_at_least or "0").split("."))
         return cls(
             divisions=tuple(divisions),
-            max_split_size=split if isinstance(split, int) and split >= 0 else UNLIMITED,
+            max_split_size=split if isinstance(split, int) and 0 <= split < UNLIMITED else UNLIMITED,
             expandable=raw.get("expandable_segments") is True,
             large_page=_large_page(raw.get("PYTORCH_CUDA_ALLOC_CONF")),
             custom_pools_split_plainly=version >= _CUSTOM_ALLOCATOR_RULE_SINCE,

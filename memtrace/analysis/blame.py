@@ -174,7 +174,8 @@ class _Groups:
         self.timeline = timeline
         self.segments = _SegmentLookup(replay, event)
         self.shown_row = shown.rows(held.stack)
-        born = np.where(held.block == NO_BLOCK, -1, replay.lifetimes.born[held.block]) if len(held) else held.block
+        born, is_block = np.full(len(held), -1, np.int64), held.block != NO_BLOCK
+        born[is_block] = replay.lifetimes.born[held.block[is_block]]
         self.run = np.where(born < 0, -1, timeline.runs(born)) if len(timeline) else np.full(len(held), -1)
         self.module, self.modules = _modules(data, data.trace(replay.device), born)
 

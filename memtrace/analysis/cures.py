@@ -40,6 +40,8 @@ def cures(simulation: Simulation, event: int, given: int | None = None, progress
         return Cures(event, None, f"the recorded setting cannot be simulated: {simulation.reason}", ())
     if limit.bytes is None:
         return Cures(event, None, "how much memory there was is neither recorded nor shown by what was refused", ())
+    if limit.bytes < simulation.held_at_start:
+        return Cures(event, limit.bytes, "torch held more than that when the recording began", ())
     draws = _DRAWS if len(simulation.work.requests) <= _MOST_EVENTS else 0
     changes = sweep(simulation, Change(limit=given))
     tried = []

@@ -10,10 +10,11 @@ import numpy as np
 from memtrace.allocator.simulate import run as simulate
 from memtrace.allocator.simulate.driver import Draw, RuledDriver
 from memtrace.allocator.simulate.machine import NEVER, Outcome
-from memtrace.allocator.simulate.requests import Call
+from memtrace.allocator.simulate.requests import Call, Workload
 from memtrace.allocator.simulate.rules import Rules
 from memtrace.analysis.settings import Change
 from memtrace.analysis.whatif import Progress, Simulation, sweep
+from memtrace.errors import QuestionError
 from memtrace.units import MiB
 
 _GRAIN = 2 * MiB
@@ -21,8 +22,6 @@ _ENDLESS = 1 << 60
 """A limit that is never reached: with one, settings that need a limit are worth trying."""
 _PROBES = 8
 """Lower limits that are tried once more: more memory can fail where less does not."""
-_DRAWS = 5
-"""Other ways for segments to lie under which the limit is looked for again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,12 @@ def _smallest(simulation: Simulation, change: Change) -> Smallest:
     return finder.answer(finder.smallest(0))
 
 
+def serves(simulation: Simulation, change: Change, limit: int) -> bool:
+    """Whether every request is served under a limit in bytes, however segments lie: more than the smallest can fail."""
+    finder = _Finder(simulation, change)
+    return limit >= finder.floor and all(finder.serves(limit, draw) for draw in range(finder.draws + 1))
+
+
 def _smaller(simulation: Simulation, change: Change, best: Smallest) -> Smallest | None:
     """The same if it is below the best so far; None if not, which one run tells."""
     finder = _Finder(simulation, change)
@@ -85,7 +90,8 @@ class _Finder:
         self._flush = simulation.flushes(change)
         self._grain = _grain(simulation, self._rules)
         needs_draws = simulate.addresses_matter(simulation.work, self._rules)
-        self.draws = min(_DRAWS, simulation.draws) if needs_draws else 0
+        self.draws = simulation.draws if needs_draws else 0
+        self.floor = max(_least(simulation.work, self._rules), simulation.held_at_start)
 
     def outcome(self, limit: int | None, draw: int) -> Outcome:
         """The run under a limit; draw 0 as recorded as far as it asks what was recorded."""
@@ -103,21 +109,27 @@ class _Finder:
     def answer(self, limit: int) -> Smallest:
         """With the limit for the rules' own run, that for all draws."""
         sure = limit
-        for draw in range(1, self.draws + 1):
-            if not self.serves(sure, draw):
-                sure = self.smallest(draw, least=sure)
+        # more can fail where less does not: all have to serve the same limit
+        while (draw := next((one for one in range(self.draws + 1) if not self.serves(sure, one)), None)) is not None:
+            sure = self.smallest(draw, least=sure)
         return Smallest(self._change, limit, sure, self.outcome(sure, 0).reserved_peak)
 
     def smallest(self, draw: int, *, least: int = 0) -> int:
         """The smallest limit that serves, `least` being one that does not."""
         free = self.outcome(None, draw)
-        low = max(-(-free.active_peak // self._grain), least // self._grain + 1) - 1
-        return self._between(low, max(-(-free.proven // self._grain), low + 1), draw)
+        if free.first_oom != NEVER:
+            event = self._simulation.event_of(free.first_oom)
+            raise QuestionError(f"no limit is enough: the driver has no room for what event {event:,} asks for")
+        low = max(-(-self.floor // self._grain), least // self._grain + 1) - 1
+        high = max(-(-free.proven // self._grain), low + 1)
+        while not self.serves(high * self._grain, draw):  # garbage is collected only under a limit
+            high *= 2
+        return self._between(low, high, draw)
 
     def below(self, limit: int) -> int | None:
         """The smallest limit that serves, for the rules' own run; None if it is not below `limit`."""
         high = -(-limit // self._grain) - 1
-        low = -(-self.outcome(None, 0).active_peak // self._grain) - 1
+        low = -(-self.floor // self._grain) - 1
         return self._between(low, high, 0) if low < high and self.serves(high * self._grain, 0) else None
 
     def _between(self, low: int, high: int, draw: int) -> int:
@@ -138,6 +150,19 @@ class _Finder:
             else:
                 low = middle
         return high
+
+
+def _least(work: Workload, rules: Rules) -> int:
+    """The peak of what the program holds, rounded: no allocator does with less. (What waits for a stream can be waited
+    for, and how much larger a block is than what was asked depends on the limit.)"""
+    requests, start = work.requests, work.start
+    size = work.block_size.copy()  # of what is private, or was there
+    is_made = requests.call == Call.ALLOC
+    size[requests.block[is_made]] = rules.rounded(requests.size)[is_made]
+    is_got = is_made | (requests.call == Call.PRIVATE_ALLOC)
+    is_freed = np.isin(requests.call, (Call.FREE_REQUESTED, Call.FREE, Call.PRIVATE_FREE_REQUESTED, Call.PRIVATE_FREE))
+    held = int(start.block_size[~start.block_pending].sum()) + start.private_live
+    return held + int(np.cumsum(size[requests.block] * (is_got.astype(np.int64) - is_freed)).max(initial=0))
 
 
 def _grain(simulation: Simulation, rules: Rules) -> int:

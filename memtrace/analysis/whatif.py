@@ -85,6 +85,7 @@ class Simulation:
     """A recording that is ready to be simulated. `reason`: why nothing can be; None: the self-check is exact."""
 
     work: Workload
+    rules: Rules
     check: SelfCheck | None
     reason: str | None
     limit: Limit
@@ -99,11 +100,16 @@ class Simulation:
         return self.reason is None
 
     @property
+    def held_at_start(self) -> int:
+        """Bytes that were reserved before the first event."""
+        return _held_at_start(self.work)
+
+    @property
     def recorded(self) -> Scenario:
         """The recorded setting, as simulated with the recorded addresses."""
         nothing = Change()
         if self.check is None:
-            return Scenario(nothing, Settings.of(Rules(), None, nothing, self.torch), None, None, is_sure=False)
+            return Scenario(nothing, Settings.of(self.rules, None, nothing, self.torch), None, None, is_sure=False)
         source = self.limit.source if self.check.rules.limit is not None else None
         settings = Settings.of(self.check.rules, source, nothing, self.torch)
         outcome = self.check.outcome
@@ -121,7 +127,12 @@ class Simulation:
         """What the allocator would have done with these changes. Raises QuestionError for one that does not apply."""
         flush = self.flushes(change)
         limit = Limit(change.limit, NAMED) if change.limit is not None else self.limit
-        base = Rules() if self.check is None else self.check.rules
+        base = self.rules
+        if limit.source == NAMED and limit.bytes is not None and limit.bytes < self.held_at_start:
+            raise QuestionError(
+                f"torch held {format_bytes(self.held_at_start)} when the recording began, which no lower limit allows",
+                hint="What was there before a recording began stays where it was: record from the start.",
+            )
         rules = replace(change.applied(base), limit=limit.bytes)
         settings = Settings.of(rules, limit.source, change, self.torch)
         if self.check is None or not self.is_exact:
@@ -168,19 +179,20 @@ def simulation(
     the recording does not fit without one."""
     reason = simulate.unfit(replay)
     check = None
+    ties = _ties(data)
+    rules = Rules.of(replay.settings, data.settings, ties[0])
     if reason is None:
-        ties = _ties(data)
-        rules = Rules.of(replay.settings, data.settings, ties[0])
         limits = _limits(known_limit, given_limit, rules)
         work, check = simulate.checked(data, replay, rules, ties, limits, progress)
-        reason = check.reason
+        reason, rules = check.reason, check.rules
     else:
         work = workload(data, replay)
     return Simulation(
         work=work,
+        rules=rules,
         check=check,
         reason=reason,
-        limit=_limit(check, known_limit),
+        limit=_limit(work, check, known_limit),
         moments=_moments(work, replay, timeline),
         step_rows=np.searchsorted(work.requests.event, _step_ends(timeline)),
         torch=str(data.torch).removeprefix("torch "),
@@ -213,10 +225,17 @@ def _ties(data: SnapshotData) -> tuple[Tie, ...]:
     return tuple(dict.fromkeys(tie_of(release) for release in RELEASES[low : max(high, low) + 1]))
 
 
-def _limit(check: SelfCheck | None, known: int | None) -> Limit:
+def _held_at_start(work: Workload) -> int:
+    return int(work.start.range_size.sum()) + work.start.private_reserved
+
+
+def _limit(work: Workload, check: SelfCheck | None, known: int | None) -> Limit:
     """The cap: as noted, as found with the self-check, or bracketed by what the driver gave and refused."""
-    if known is not None:
-        return Limit(known, NOTED)
+    fitted = (
+        check is None or not check.is_exact or (check.rules.limit == known and _held_at_start(work) <= (known or 0))
+    )
+    if known is not None and fitted:
+        return Limit(known, NOTED)  # else the recording shows that it was another
     outcome = None if check is None else check.outcome
     if check is None or outcome is None or not check.is_exact:
         return Limit(None, None)

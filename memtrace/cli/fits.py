@@ -13,6 +13,7 @@ from memtrace.errors import QuestionError
 
 if TYPE_CHECKING:
     from memtrace.analysis.fits import Fits, Smallest
+    from memtrace.analysis.whatif import Simulation
     from memtrace.api import Snapshot
     from memtrace.model import Notice
 
@@ -56,14 +57,17 @@ def command(common: Common, snapshot: str | None, named: str | None, device: int
                 "the file itself.",
             )
         answer = analysis.fits(simulation, progress)
-    outside = None if opened.sidecar is None else opened.sidecar.outside_of(chosen)
+        outside = None if opened.sidecar is None else opened.sidecar.outside_of(chosen)
+        inside = None
+        if room is not None:
+            inside = tuple(_is_in(simulation, one, room, outside) for one in (answer.recorded, answer.best))
     said = (*assumptions(simulation, ()), *_on_outside(room, outside))
     notices = (*opened.file_notices(chosen), *said)
     options.show_notices(opened.file_notices(chosen), common)
     if common.json:
-        _write_json(opened, chosen, answer, named, room, outside, notices)
+        _write_json(opened, chosen, answer, named, room, outside, inside, notices)
     else:
-        _write_text(opened, chosen, answer, named, room, outside, common, said)
+        _write_text(opened, chosen, answer, named, room, outside, inside, common, said)
 
 
 def _settings(done: int) -> str:
@@ -84,8 +88,11 @@ def _on_outside(room: int | None, outside: int | None) -> tuple[Notice, ...]:
     return (Notice("outside", text),)
 
 
-def _is_in(smallest: Smallest, room: int, outside: int | None) -> bool:
-    return smallest.sure + (outside or 0) <= room
+def _is_in(simulation: Simulation, smallest: Smallest, room: int, outside: int | None) -> bool:
+    """Whether it completes with all of the room: more than the smallest limit can fail."""
+    from memtrace.analysis.fits import serves
+
+    return smallest.sure + (outside or 0) <= room and serves(simulation, smallest.change, room - (outside or 0))
 
 
 def _write_json(
@@ -95,6 +102,7 @@ def _write_json(
     named: str | None,
     room: int | None,
     outside: int | None,
+    inside: tuple[bool, ...] | None,
     notices: Iterable[Notice],
 ) -> None:
     from memtrace.cli import output
@@ -104,8 +112,8 @@ def _write_json(
         "gpu": named,
         "limit_bytes": room,
         "outside_bytes": outside,
-        "fits": None if room is None else _is_in(recorded, room, outside),
-        "fits_best": None if room is None else _is_in(best, room, outside),
+        "fits": None if inside is None else inside[0],
+        "fits_best": None if inside is None else inside[1],
         "smallest_limit_bytes": recorded.limit,
         "smallest_limit_bytes_high": recorded.sure,
         "best_settings": best.change.conf() or best.change.in_words(),
@@ -125,6 +133,7 @@ def _write_text(
     named: str | None,
     room: int | None,
     outside: int | None,
+    inside: tuple[bool, ...] | None,
     shared: Common,
     said: Iterable[Notice],
 ) -> None:
@@ -137,9 +146,9 @@ def _write_text(
         return format_bytes(number, shared.units)
 
     recorded, best = answer.recorded, answer.best
-    if room is not None and named is not None:
+    if room is not None and named is not None and inside is not None:
         where = size(room) if named[:1].isdigit() else f"{named} ({size(room)})"
-        page.line(_sentence(answer, where, room, outside, size), "bold")
+        page.line(_sentence(answer, where, room, outside, inside, size), "bold")
     else:
         page.line(
             f"It completes under a limit of {size(recorded.sure)} as recorded, {size(best.sure)} at best.", "bold"
@@ -149,7 +158,7 @@ def _write_text(
     if best is not recorded:
         rows.append(_row(best.change.in_words(), best, size))
     columns = [
-        Column("setting", grow=True),
+        Column("setting"),
         Column("smallest limit", right=True),
         Column("reserved under it", right=True),
     ]
@@ -174,14 +183,25 @@ def _row(name: str, smallest: Smallest, size: Callable[[int], str]) -> list[str]
     return [name, limit, size(smallest.peak)]
 
 
-def _sentence(answer: Fits, where: str, room: int, outside: int | None, size: Callable[[int], str]) -> str:
+def _sentence(
+    answer: Fits,
+    where: str,
+    room: int,
+    outside: int | None,
+    inside: tuple[bool, ...],
+    size: Callable[[int], str],
+) -> str:
     recorded, best = answer.recorded, answer.best
-    spare = size(abs(room - (outside or 0) - recorded.sure))
-    if _is_in(recorded, room, outside):
-        return f"It fits on {where} as recorded, with {spare} to spare."
-    if _is_in(best, room, outside):
+    left = room - (outside or 0)
+    if inside[0]:
+        return f"It fits on {where} as recorded, with {size(left - recorded.sure)} to spare."
+    spare = f"{size(recorded.sure - left)} is missing"
+    if recorded.sure <= left:
+        spare = f"it can fail with all of it, and completes under a limit of {size(recorded.sure)}"
+    if inside[1]:
+        return f"It does not fit on {where} as recorded ({spare}), but with {best.change.in_words()} it does."
+    if best.sure <= left:
         return (
-            f"It does not fit on {where} as recorded ({spare} is missing), but with {best.change.in_words()} it does."
+            f"It does not surely fit on {where}: under a limit of {size(best.sure)} it does ({best.change.in_words()})."
         )
-    missing = size(best.sure + (outside or 0) - room)
-    return f"It does not fit on {where}: at best ({best.change.in_words()}) {missing} is missing."
+    return f"It does not fit on {where}: at best ({best.change.in_words()}) {size(best.sure - left)} is missing."

@@ -143,6 +143,7 @@ cdef Machine machine_of(work, rules, driver):
     m.collect_to = bounded(int(rules.collect_above * rules.limit)) if m.counts_age else 0
     m.first_oom = m.first_served = m.stopped = NEVER
     m.refused = UNLIMITED
+    m.passes_over = not rules.expandable and bool(work.start.range_expandable.any())
     place(m, work.start)
     return m
 
@@ -380,7 +381,10 @@ cdef int get_free_block(Machine m, int64_t owner, int64_t need, Block** found) e
     cdef Block* following
     if m.counts_age:
         m.searches[pool_of(owner)] += 1
-    at = m.free.lower_bound(first_key(owner, need))
+    if m.passes_over:  # the walk below, in one step
+        at, end = m.plain.lower_bound(first_key(owner, need)), m.plain.end()
+    else:
+        at = m.free.lower_bound(first_key(owner, need))
     if at == end or owner_at(at) != owner:
         return 0
     block = block_at(at)
@@ -592,6 +596,8 @@ cdef int release_cached(Machine m) except -1 nogil:
     cdef int pool
     while m.first_waiting != NOBODY:
         free_completed(m, m.first_waiting)
+    if not m.givable:
+        return 0
     for pool in range(LARGE, SMALL + 1):
         cached.clear()
         at = m.free.lower_bound(first_key(owner_of(pool, 0), 0))

@@ -55,6 +55,9 @@ cdef class Machine:
     cdef deque[Block] blocks  # they stay where they are
     cdef vector[Block*] spare
     cdef ordered_set[Key] free
+    cdef ordered_set[Key] plain  # those of `free` in no region, where regions are only passed over
+    cdef bint passes_over
+    cdef int64_t givable  # blocks in `free` of which memory may be given back
     cdef ordered_set[Place] unmapped
     cdef vector[Held] held
     cdef int32_t first_waiting, last_waiting
@@ -203,7 +206,11 @@ cdef inline int insert(Machine m, Block* block) except -1 nogil:
     """Puts a free block where it can be found."""
     block.base = m.searches[pool_of(block.owner)]
     m.free.insert(key_of(m, block))
-    if not block.in_region and is_split(block):
+    if m.passes_over and not block.in_region:
+        m.plain.insert(key_of(m, block))
+    if block.in_region or not is_split(block):
+        m.givable += 1
+    else:
         m.split += block.size
         m.split_peak = max(m.split_peak, m.split)
     return 0
@@ -212,7 +219,11 @@ cdef inline int insert(Machine m, Block* block) except -1 nogil:
 cdef inline void remove(Machine m, Block* block) noexcept nogil:
     """Takes it out again."""
     m.free.erase(key_of(m, block))
-    if not block.in_region and is_split(block):
+    if m.passes_over and not block.in_region:
+        m.plain.erase(key_of(m, block))
+    if block.in_region or not is_split(block):
+        m.givable -= 1
+    else:
         m.split -= block.size
 
 

@@ -184,15 +184,17 @@ class RuledDriver:
         is_plain = draw.number == 0
         phase = 0 if is_plain else chance.randrange(_PHASES) * _GRAIN
         self._space = _AddressSpace(_ANCHOR - 480 * MiB - phase)
-        self._slabs: list[_Slab] = []
-        self._open: list[_Slab] = []
+        self._open: dict[int, list[int]] = {}  # by the largest hole: numbers of slabs, ascending
+        self._of_number: dict[int, _Slab] = {}
         self._starts: list[int] = []
         self._of_start: dict[int, _Slab] = {}
         self._made = 0
         old = self._new_slab(_ANCHOR, _SLAB)
         old.take(8 * MiB)
+        self._show(old)
         recent = self._new_slab(_ANCHOR - 480 * MiB, 416 * MiB)
         recent.take(_LOCAL_BEFORE)
+        self._show(recent)
         self._reserved = 0
         self._kernels_from, until = draw.moments.kernels_from, max(draw.moments.kernels_until, 1)
         unseen = 0 if is_plain else chance.randrange(_MOST_UNSEEN + 1)
@@ -234,28 +236,38 @@ class RuledDriver:
 
     def _place(self, size: int) -> int | None:
         size = -(-size // _GRAIN) * _GRAIN
-        for slab in reversed(self._open):
-            if slab.largest >= size:
-                address = slab.take(size)
-                if not slab.holes:
-                    self._open.remove(slab)
-                return address
-        length = -(-size // _SLAB) * _SLAB
-        start = self._space.take(length)
-        if start is None:
-            return None
-        slab = self._new_slab(start, length)
+        newest = max((numbers[-1] for room, numbers in self._open.items() if room >= size), default=0)
+        if newest:
+            slab = self._of_number[newest]
+            self._hide(slab)
+        else:
+            length = -(-size // _SLAB) * _SLAB
+            start = self._space.take(length)
+            if start is None:
+                return None
+            slab = self._new_slab(start, length)
         address = slab.take(size)
-        if not slab.holes:
-            self._open.remove(slab)
+        self._show(slab)
         return address
+
+    def _show(self, slab: _Slab) -> None:
+        """Lets a slab be found by its largest hole."""
+        if slab.holes:
+            insort(self._open.setdefault(slab.largest, []), slab.number)
+
+    def _hide(self, slab: _Slab) -> None:
+        """Takes it out again, before its holes change."""
+        if slab.holes:
+            numbers = self._open[slab.largest]
+            del numbers[bisect_left(numbers, slab.number)]
+            if not numbers:
+                del self._open[slab.largest]
 
     def _new_slab(self, start: int, size: int) -> _Slab:
         self._made += 1
         slab = _Slab(start, size, self._made)
         insort(self._starts, start)
-        self._of_start[start] = slab
-        self._open.append(slab)
+        self._of_start[start] = self._of_number[slab.number] = slab
         return slab
 
     def _take_back(self, address: int, size: int) -> None:
@@ -264,13 +276,13 @@ class RuledDriver:
         slab = self._of_start[self._starts[index]] if index >= 0 else None
         if slab is None or address >= slab.start + slab.size:
             return  # from before the recording: not in a slab we know
-        if not slab.holes:
-            insort(self._open, slab, key=lambda one: one.number)
+        self._hide(slab)
         slab.give_back(address, size)
-        if slab.is_empty:
-            self._open.remove(slab)
+        if not slab.is_empty:
+            self._show(slab)
+        else:
             del self._starts[index]
-            del self._of_start[slab.start]
+            del self._of_start[slab.start], self._of_number[slab.number]
             self._space.give_back(slab.start, slab.size)
 
 

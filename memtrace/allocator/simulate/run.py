@@ -25,6 +25,7 @@ else:
 
 DRAWS = 20
 """Ways in which the rest of the process may have used the device, beside the rules alone."""
+_LARGEST_LIMIT = 1 << 62
 _LIMIT_STEPS = 64
 """Guesses at a limit that nobody named; each halves what is left of the possible ones."""
 
@@ -214,7 +215,7 @@ def _with_limit(work: Workload, rules: Rules, progress: Progress | None) -> Self
     """The limit under which garbage was collected as recorded, by halving what is possible: too low a limit collects
     what the recording kept, too high a one keeps what the recording gave back."""
     low = _highest_reserved(work)
-    high = int(low / rules.collect_above) + 1
+    high = min(int(min(low / rules.collect_above, _LARGEST_LIMIT)), _LARGEST_LIMIT) + 1
     best = SelfCheck(rules, None, "no limit explains when garbage was collected", None)
     for _ in range(_LIMIT_STEPS):
         if low >= high:
@@ -262,7 +263,7 @@ def predict(
     Where it does all that was recorded, segments lie as recorded. Where their addresses decide nothing (since torch
     2.12, and in expandable memory), one run tells.
     """
-    if flush_before is None and replace(rules, limit=None) == replace(check.rules, limit=None):
+    if flush_before is None and _unlimited(rules) == _unlimited(check.rules):
         recorded = _as_recorded(work, rules, progress)
         if recorded is not None:
             peak = recorded.reserved_peak
@@ -276,6 +277,11 @@ def predict(
         low, high = min(low, outcome.reserved_peak), max(high, outcome.reserved_peak)
         failed += outcome.first_oom != NEVER
     return Prediction(rules, first, low, high, count + 1, failed, as_recorded=False)
+
+
+def _unlimited(rules: Rules) -> Rules:
+    """The rules without a limit, and without what does nothing where there is none."""
+    return replace(rules, limit=None, collect_above=0.0)
 
 
 def _as_recorded(work: Workload, rules: Rules, progress: Progress | None) -> Outcome | None:
