@@ -91,7 +91,9 @@ class _Finder:
         self._grain = _grain(simulation, self._rules)
         needs_draws = simulate.addresses_matter(simulation.work, self._rules)
         self.draws = simulation.draws if needs_draws else 0
-        self.floor = max(_least(simulation.work, self._rules), simulation.held_at_start)
+        # torch holds a request against the limit, and then maps whole pages
+        page = self._rules.large_page if self._rules.expandable else 0
+        self.floor = max(_least(simulation.work, self._rules) - page, simulation.held_at_start, 1)
 
     def outcome(self, limit: int | None, draw: int) -> Outcome:
         """The run under a limit; draw 0 as recorded as far as it asks what was recorded."""

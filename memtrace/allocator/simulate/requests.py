@@ -234,7 +234,13 @@ def _completed_before(trace: Trace, action: NDArray[np.uint8]) -> NDArray[np.int
         return found
     following = np.append(others, -1)[np.searchsorted(others, completed)]
     asks = (following >= 0) & np.isin(action[following], (Action.ALLOC, Action.OOM))
-    polled = asks & (trace.stack[completed] == trace.stack[following])
+    before = np.maximum(completed - 1, 0)
+    at_once = (
+        (action[before] == Action.FREE_REQUESTED)
+        & (trace.addr[before] == trace.addr[completed])
+        & (trace.stack[before] == trace.stack[completed])
+    )
+    polled = asks & ~at_once & (trace.stack[completed] == trace.stack[following])
     found[completed[polled]] = following[polled]
     return found
 
