@@ -162,7 +162,8 @@ def test_at_80_columns_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "expandable_segments:True" in out
     assert "…" not in out
     table = [line for line in out.splitlines() if line.startswith(("setting", "as recorded", "expandable"))]
-    assert len(table) == 3 and all(len(line) <= 80 for line in table)
+    assert len(table) == 3
+    assert all(len(line) <= 80 for line in table)
 
 
 def test_a_device_can_be_picked(tmp_path: Path) -> None:
