@@ -14,6 +14,7 @@ from memtrace.timeline import PHASES, Phase
 
 TRUTHS = truths.all_truths()
 SCRIPTS = {"oom", "alloc-retry", "oom-fragmented", "two-streams"}
+STRESS = "stress-"
 """A script's bare tensors: nothing says what they are for."""
 TWINS = ("llama-fsdp2", "llama-amp", "llama-lora", "gpt2-zero3", "mlp-adamw")
 MICRO = {"zero2-accum2"}
@@ -24,15 +25,16 @@ HUGE = {"gpt2-zero3-700steps"}
 GiB = 1 << 30
 
 
-def _pairs(*, roles: bool = False, saved: bool = False, marks: bool = False) -> list[object]:
+def _pairs(*, roles: bool = False, saved: bool = False, marks: bool = False, explained: bool = False) -> list[object]:
     chosen = []
     for pair in TRUTHS:
-        if truths.name_of(pair) in HUGE:
+        name = truths.name_of(pair)
+        if name in HUGE or (explained and (name in SCRIPTS or name.startswith(STRESS))):
             continue
         truth = truths.truth_of(pair[1])
         timed = any("time_us" in mark for mark in truth.get("marks") or [])
         if (not roles or truth.get("roles")) and (not saved or truth.get("saved")) and (not marks or timed):
-            chosen.append(pytest.param(pair, id=truths.name_of(pair)))
+            chosen.append(pytest.param(pair, id=name))
     return chosen
 
 
@@ -77,7 +79,7 @@ def test_nothing_born_in_backward_is_a_saved_activation(pair: tuple[Path, Path])
     assert not (backward & (truths.names_of_categories(snapshot) == "act.saved")).any()
 
 
-@pytest.mark.parametrize("pair", [pair for pair in _pairs() if pair.id not in SCRIPTS])  # type: ignore[attr-defined]
+@pytest.mark.parametrize("pair", _pairs(explained=True))
 def test_every_byte_of_the_peaks_is_named(pair: tuple[Path, Path]) -> None:
     snapshot = truths.opened(pair[0])
     if not snapshot.complete:
