@@ -35,12 +35,14 @@ from memtrace.units import format_bytes, plural
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from memtrace.analysis.curves import Bands
     from memtrace.analysis.fits import Fits
     from memtrace.analysis.given import Given
     from memtrace.analysis.info import DeviceInfo
     from memtrace.analysis.job import Job
     from memtrace.analysis.oom import Desk, Oom
     from memtrace.analysis.reserved import Reserved
+    from memtrace.analysis.stretch import Stretch
     from memtrace.analysis.tree import CallTree
     from memtrace.analysis.verify import Verdict
     from memtrace.analysis.whatif import Scenario, Simulation
@@ -155,6 +157,7 @@ class Snapshot:
         self._peaks: dict[int, Peaks] = {}
         self._timelines: dict[int, Timeline] = {}
         self._attributions: dict[int, Attribution] = {}
+        self._bands: dict[tuple[int, str], Bands] = {}
         self._simulations: dict[tuple[int, int | None], Simulation] = {}
 
     def __repr__(self) -> str:
@@ -330,6 +333,43 @@ class Snapshot:
             of=of,
             by=by,
         )
+
+    def sentence(self, answer: Blame, when: str = "", units: str = "auto") -> str:
+        """An answer in one sentence: how much, when, in which job. `when`: as it was asked for (peak, end, oom)."""
+        from memtrace.analysis.sentence import job_in_words, sentence
+
+        return sentence(answer, when, job_in_words(self.data, self.job(answer.device), answer.device), units)
+
+    def bands(self, by: str = "category", device: int | None = None) -> Bands:
+        """Allocated memory by group, after any event; its groups sum to the counter.
+
+        >>> snapshot = load("fixtures/mlp-adamw.pickle.xz")
+        >>> peak = snapshot.peak()
+        >>> int(snapshot.bands().at(np.array([peak.event])).sum()) == peak.bytes
+        True
+        """
+        from memtrace.analysis.curves import BANDS, bands_of
+
+        if by not in BANDS:
+            raise QuestionError.unknown("grouping", by, BANDS, where="memtrace")
+        chosen = self._device(device)
+        if (chosen, by) not in self._bands:
+            timeline, attribution = self.timeline(chosen), self.attribution(chosen)
+            peak = self.peak(device=chosen).event
+            self._bands[chosen, by] = bands_of(
+                self.data, self.replay(chosen), timeline, attribution, self._shown, by=by, peak=peak
+            )
+        return self._bands[chosen, by]
+
+    def stretch(self, first: int, last: int, device: int | None = None) -> Stretch:
+        """What was allocated and freed in the events `first` to `last`, both included, by category."""
+        from memtrace.analysis.stretch import stretch_of
+
+        chosen = self._device(device)
+        events = self.replay(chosen).events
+        if not 0 <= first <= last < events:
+            raise QuestionError(f"no events {first} to {last} in this trace", hint=f"Events are 0 to {events - 1}.")
+        return stretch_of(self.replay(chosen), self.attribution(chosen), first, last)
 
     def ledger(self, at: str | int = "peak", device: int | None = None) -> Reserved:
         """What reserved memory is made of at a moment (`peak`: of reserved): the allocator's own part, by pool and

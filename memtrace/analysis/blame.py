@@ -177,7 +177,7 @@ class _Groups:
         born, is_block = np.full(len(held), -1, np.int64), held.block != NO_BLOCK
         born[is_block] = replay.lifetimes.born[held.block[is_block]]
         self.run = np.where(born < 0, -1, timeline.runs(born)) if len(timeline) else np.full(len(held), -1)
-        self.module, self.modules = _modules(data, data.trace(replay.device), born)
+        self.module, self.modules = modules_of(data, data.trace(replay.device), born)
 
     def members(self, by: str) -> list[NDArray[np.int64]]:
         """Row numbers of each group."""
@@ -377,7 +377,7 @@ class _Groups:
         return None if NOT_RECORDED in rows else innermost_common(self.shown.table, rows)
 
 
-def _modules(data: SnapshotData, trace: Trace, born: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+def modules_of(data: SnapshotData, trace: Trace, born: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """The modules that made the blocks born at these events (-1: before all): rows of their names, -1: not said."""
     texts = trace.user_metadata
     if texts is None or not len(texts):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from memtrace.analysis.blame import Blame, Row
 from memtrace.analysis.cause import main_cause
 from memtrace.analysis.frames import display_frame, display_frame_briefly, library_path, own_frames
+from memtrace.analysis.sentence import request_in_words
 from memtrace.api import Snapshot
 from memtrace.attribution import REASON_TEXT, Reason
 from memtrace.attribution.rule import BY_TEXT, By
@@ -18,11 +19,9 @@ from memtrace.attribution.rules.torch import PRIOR_BUCKET, PRIOR_MASTER
 from memtrace.cli.ledger_text import NO_PYTHON, WITHOUT_PYTHON, LedgerText
 from memtrace.cli.options import Common
 from memtrace.cli.output import Column, Page
-from memtrace.model import Action
 from memtrace.places import Side, is_plumbing, short_path, side_of
 from memtrace.text import printable
-from memtrace.timeline import in_words
-from memtrace.units import format_bytes, format_seconds, in_unit, plural, unit_of
+from memtrace.units import format_bytes, in_unit, plural, unit_of
 
 if TYPE_CHECKING:
     from memtrace.analysis.tree import CallTree
@@ -66,8 +65,9 @@ class Report:
 
     def write(self) -> None:
         answer = self.answer
-        self.page.line(self._sentence(), style="bold")
-        for line in (self._request(), main_cause(answer)):
+        self.page.line(self.opened.sentence(answer, self.when, self.shared.units), style="bold")
+        request = request_in_words(self.opened.data, answer.device, answer.event, self.shared.units)
+        for line in (request, main_cause(answer)):
             if line is not None:
                 self.page.line(line)
         self.page.line()
@@ -109,33 +109,6 @@ class Report:
     def _mostly_unknown(self) -> bool:
         unknown = sum(row.bytes for row in self.answer.rows if row.category == "unknown")
         return 2 * unknown > self.answer.total_bytes
-
-    def _sentence(self) -> str:
-        answer = self.answer
-        name = {"peak": "Peak", "end": "End", "oom": "Out of memory"}.get(self.when, "Then")
-        if answer.event < 0:
-            where = "before the first event" if answer.events else "when the snapshot was taken"
-        else:
-            where = f"event {answer.event:,} of {answer.events:,}"
-            if answer.time_us is not None and answer.first_us is not None:
-                where += f", {format_seconds(answer.time_us - answer.first_us)} in"
-        bound = (
-            f" (up to {self._full(answer.slack_bound)} more: block sizes not all known)" if answer.slack_bound else ""
-        )
-        phase = in_words(answer.phase, answer.step)
-        where = f", in {phase} ({where})" if phase else f", {where}"
-        return f"{name}: {self._full(answer.total_bytes)} {answer.of}{bound}{where}  ({self._job()})"
-
-    def _job(self) -> str:
-        """What kind of job it was, as far as the file tells."""
-        from memtrace.analysis.job import headline
-
-        job = self.opened.job(self.answer.device)
-        parts = [] if job is None else [headline(job)]
-        parts.append(str(self.opened.data.torch))
-        if len(self.opened.devices) > 1:
-            parts.append(f"device {self.answer.device}")
-        return ", ".join(parts)
 
     def _reasons(self) -> None:
         """What decided, for every category that the table shows."""
@@ -338,19 +311,6 @@ class Report:
         job = self.opened.job(device)
         if job is not None and job.stage is not None:
             yield f"      memtrace zero {name}{here}"
-
-    def _request(self) -> str | None:
-        """At an out-of-memory event: what was asked for, where, and what the driver still had."""
-        trace = self.opened.data.trace(self.answer.device)
-        event = self.answer.event
-        if event < 0 or trace.action[event] != Action.OOM:
-            return None
-        free = trace.device_free.get(event)
-        frames = self.opened.data.stacks.frames(int(trace.stack[event]))
-        own = own_frames(frames)
-        by = f" by {display_frame((own or [*frames])[0])}" if frames else ""
-        left = "" if free is None else f"; the device had {self._full(free)} free"
-        return f"Asked{by}: {self._full(int(trace.size[event]))}{left}."
 
 
 def _tree_lines(tree: CallTree, top: int, every: bool) -> Iterator[tuple[int, int, str]]:
