@@ -35,6 +35,7 @@ from memtrace.units import format_bytes, plural
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from memtrace.analysis.block_table import BlockTable
     from memtrace.analysis.curves import Bands
     from memtrace.analysis.fits import Fits
     from memtrace.analysis.given import Given
@@ -158,6 +159,7 @@ class Snapshot:
         self._timelines: dict[int, Timeline] = {}
         self._attributions: dict[int, Attribution] = {}
         self._bands: dict[tuple[int, str], Bands] = {}
+        self._block_tables: dict[int, BlockTable] = {}
         self._simulations: dict[tuple[int, int | None], Simulation] = {}
 
     def __repr__(self) -> str:
@@ -360,6 +362,23 @@ class Snapshot:
                 self.data, self.replay(chosen), timeline, attribution, self._shown, by=by, peak=peak
             )
         return self._bands[chosen, by]
+
+    def block_table(self, device: int | None = None) -> BlockTable:
+        """Every block of a device as a row for people: which are alive, in what order, which a filter chooses.
+
+        >>> snapshot = load("fixtures/mlp-adamw.pickle.xz")
+        >>> table, peak = snapshot.block_table(), snapshot.peak()
+        >>> sum(table.row(block).size for block in table.alive(peak.event)) == peak.bytes
+        True
+        """
+        from memtrace.analysis.block_table import BlockTable
+
+        chosen = self._device(device)
+        if chosen not in self._block_tables:
+            self._block_tables[chosen] = BlockTable(
+                self.data, self.replay(chosen), self.timeline(chosen), self.attribution(chosen), self._shown
+            )
+        return self._block_tables[chosen]
 
     def stretch(self, first: int, last: int, device: int | None = None) -> Stretch:
         """What was allocated and freed in the events `first` to `last`, both included, by category."""

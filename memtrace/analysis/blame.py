@@ -172,7 +172,7 @@ class _Groups:
         self.attribution = attribution
         self.stacks = data.stacks
         self.timeline = timeline
-        self.segments = _SegmentLookup(replay, event)
+        self.segments = SegmentLookup(replay, event)
         self.shown_row = shown.rows(held.stack)
         born, is_block = np.full(len(held), -1, np.int64), held.block != NO_BLOCK
         born[is_block] = replay.lifetimes.born[held.block[is_block]]
@@ -293,14 +293,7 @@ class _Groups:
 
     def _label_of(self, category: int, reason: int, label: int, stack: int) -> str:
         """The label of one block: its rule's, else its category's; of an undecided one why, and its line."""
-        if label >= 0:
-            return self.attribution.labels[label]
-        if self.attribution.categories[category] != "unknown":
-            return self.attribution.category_labels[category]
-        text = REASON_TEXT[Reason(reason)]
-        if reason != Reason.NO_RULE or stack == NOT_RECORDED:
-            return text
-        return f"{text} for {display_frame(self.shown.table.frame(int(self.shown.own[stack])))}"
+        return label_of(self.attribution, self.shown, category, reason, label, stack)
 
     def _evidence(self, members: NDArray[np.int64], category: int) -> Evidence | None:
         """What decided most bytes of a category in a group."""
@@ -318,9 +311,7 @@ class _Groups:
         return all(int(frames[0]) in self.shown.table.ids(row) for row in rows)
 
     def _evidence_of(self, rule: int, frame: int) -> Evidence | None:
-        if rule < 0:
-            return None
-        return Evidence(self.attribution.rule_ids[rule], None if frame < 0 else self.stacks.frame(frame))
+        return evidence_of(self.attribution, self.stacks, rule, frame)
 
     def _key(self, first: int, by: str) -> str | None:
         if by == "stream":
@@ -377,6 +368,26 @@ class _Groups:
         return None if NOT_RECORDED in rows else innermost_common(self.shown.table, rows)
 
 
+def label_of(attribution: Attribution, shown: ShownStacks, category: int, reason: int, label: int, stack: int) -> str:
+    """The label of one block: its rule's, else its category's; of an undecided one why, and its line. The numbers are
+    as in `Attribution`, `stack` is an id of the shown stacks."""
+    if label >= 0:
+        return attribution.labels[label]
+    if attribution.categories[category] != "unknown":
+        return attribution.category_labels[category]
+    text = REASON_TEXT[Reason(reason)]
+    if reason != Reason.NO_RULE or stack == NOT_RECORDED:
+        return text
+    return f"{text} for {display_frame(shown.table.frame(int(shown.own[stack])))}"
+
+
+def evidence_of(attribution: Attribution, stacks: StackTable, rule: int, frame: int) -> Evidence | None:
+    """What decided one block, by the numbers in `Attribution`; None where nothing did."""
+    if rule < 0:
+        return None
+    return Evidence(attribution.rule_ids[rule], None if frame < 0 else stacks.frame(frame))
+
+
 def modules_of(data: SnapshotData, trace: Trace, born: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """The modules that made the blocks born at these events (-1: before all): rows of their names, -1: not said."""
     texts = trace.user_metadata
@@ -422,7 +433,7 @@ def _facts(
     return BlockFacts(address, size, requested, born, freed, died, stream, pool, segment, born < 0, *moment, module)
 
 
-class _SegmentLookup:
+class SegmentLookup:
     """Address of the segment a block lies in; in expandable memory, of the mapped range at that moment."""
 
     def __init__(self, replay: Replay, event: int) -> None:
