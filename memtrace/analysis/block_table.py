@@ -12,7 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtrace.allocator import Replay
+from memtrace.analysis import block_filter
 from memtrace.analysis.blame import Evidence, SegmentLookup, evidence_of, label_of
+from memtrace.analysis.conditions import Condition
+from memtrace.analysis.frame_texts import FrameTexts
 from memtrace.analysis.frames import ShownStacks, display_frame
 from memtrace.attribution import CODE, CONFIDENCE, Attribution, Reason
 from memtrace.errors import QuestionError
@@ -154,6 +157,13 @@ class BlockTable:
             return rows[np.argsort(keys, kind="stable")]
         return rows[::-1][np.argsort(keys[::-1], kind="stable")][::-1]
 
+    def matching(self, condition: Condition | str, event: int | None = None) -> NDArray[np.bool_]:
+        """Of each block whether it fulfils a condition (a text is parsed: see `block_filter`). `event`: the moment of
+        which `is:alive` speaks (None: the end). Raises QuestionError."""
+        if isinstance(condition, str):
+            condition = block_filter.parse(condition)
+        return block_filter.select(condition, self, event)
+
     def born_at(self, event: int) -> int | None:
         """The block that an event allocated; None where it allocated none."""
         trace, blocks = self.trace, self.replay.lifetimes
@@ -183,6 +193,11 @@ class BlockTable:
         """When each replayed event was, microseconds since 1970; None before torch 2.2 and without any event."""
         times = self.trace.time_us
         return None if times is None or not self.replay.events else times[: self.replay.events]
+
+    @cached_property
+    def texts(self) -> FrameTexts:
+        """The frames of the file as text to look in."""
+        return FrameTexts(self.data.stacks)
 
     @cached_property
     def stack(self) -> NDArray[np.int32]:
