@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from memtrace.analysis.block_table import BlockTable
     from memtrace.analysis.curves import Bands
+    from memtrace.analysis.event_log import EventLog
     from memtrace.analysis.fits import Fits
     from memtrace.analysis.given import Given
     from memtrace.analysis.info import DeviceInfo
@@ -160,6 +161,7 @@ class Snapshot:
         self._attributions: dict[int, Attribution] = {}
         self._bands: dict[tuple[int, str], Bands] = {}
         self._block_tables: dict[int, BlockTable] = {}
+        self._event_logs: dict[int, EventLog] = {}
         self._simulations: dict[tuple[int, int | None], Simulation] = {}
 
     def __repr__(self) -> str:
@@ -379,6 +381,20 @@ class Snapshot:
                 self.data, self.replay(chosen), self.timeline(chosen), self.attribution(chosen), self._shown
             )
         return self._block_tables[chosen]
+
+    def event_log(self, device: int | None = None) -> EventLog:
+        """Every event of a device as a row for people, with the annotations between them.
+
+        >>> log = load("fixtures/mlp-adamw.pickle.xz").event_log()
+        >>> log.row(192).action, log.row(192).phase, log.annotation(0).name
+        ('alloc', 'step', 'Optimizer.step#AdamW.step')
+        """
+        from memtrace.analysis.event_log import EventLog
+
+        chosen = self._device(device)
+        if chosen not in self._event_logs:
+            self._event_logs[chosen] = EventLog(self.block_table(chosen))
+        return self._event_logs[chosen]
 
     def stretch(self, first: int, last: int, device: int | None = None) -> Stretch:
         """What was allocated and freed in the events `first` to `last`, both included, by category."""

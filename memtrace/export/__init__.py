@@ -1,0 +1,1 @@
+"""Answers in the formats of other programs, a module a format. They format; they compute nothing."""
