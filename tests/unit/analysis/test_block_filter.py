@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,7 +211,7 @@ def test_numbers_are_read_exactly() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int32])
-def test_ends_of_a_range_can_be_any_number(dtype: type) -> None:
+def test_ends_of_a_range_can_be_any_number(dtype: type[np.integer[Any]]) -> None:
     column = np.array([0, 5, np.iinfo(dtype).max], dtype)
     assert between(column, 1 << 70, None).tolist() == [False] * 3
     assert between(column, None, -(1 << 70)).tolist() == [False] * 3
