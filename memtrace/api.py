@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from memtrace.analysis.curves import Bands
     from memtrace.analysis.event_log import EventLog
     from memtrace.analysis.fits import Fits
+    from memtrace.analysis.frame_paths import FramePaths
+    from memtrace.analysis.frame_tree import FrameTree
     from memtrace.analysis.given import Given
     from memtrace.analysis.info import DeviceInfo
     from memtrace.analysis.job import Job
@@ -162,6 +164,7 @@ class Snapshot:
         self._bands: dict[tuple[int, str], Bands] = {}
         self._block_tables: dict[int, BlockTable] = {}
         self._event_logs: dict[int, EventLog] = {}
+        self._frame_paths: dict[tuple[bool, bool, bool], FramePaths] = {}
         self._simulations: dict[tuple[int, int | None], Simulation] = {}
 
     def __repr__(self) -> str:
@@ -546,6 +549,35 @@ class Snapshot:
         from memtrace.analysis.tree import call_tree
 
         return call_tree(self.blame(at, of, "tree", device))
+
+    def frame_tree(
+        self,
+        at: str | int = "peak",
+        of: str = "allocated",
+        device: int | None = None,
+        *,
+        inverted: bool = False,
+        folded: bool = True,
+        cpp: bool = False,
+    ) -> FrameTree:
+        """The call tree of a moment as columns; its root is the counter `of`. `inverted`: from the allocating frames
+        outwards to their callers. `folded`: of consecutive library frames one node, the call that says most. `cpp`
+        keeps the C++ frames.
+
+        >>> snapshot = load("fixtures/mlp-adamw.pickle.xz")
+        >>> int(snapshot.frame_tree().bytes[0]) == snapshot.peak().bytes
+        True
+        """
+        from memtrace.analysis.frame_paths import paths_of
+        from memtrace.analysis.frame_tree import frame_tree_at
+
+        chosen, view = self._device(device), (inverted, folded, cpp)
+        event = self.event(at, of, chosen)
+        if view not in self._frame_paths:
+            shown = self._shown_with_cpp if cpp else self._shown
+            self._frame_paths[view] = paths_of(shown, inverted=inverted, folded=folded)
+        replay, attribution = self.replay(chosen), self.attribution(chosen)
+        return frame_tree_at(replay, attribution, self._frame_paths[view], event=event, of=of)
 
     def verify(self, truth: Mapping[str, object] | None = None, device: int | None = None) -> Verdict:
         """The replay held against itself, and against `torch.cuda.memory_stats()` of the same moment if given."""
