@@ -35,6 +35,7 @@ from memtrace.units import format_bytes, plural
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from memtrace.analysis.address_map import AddressMap
     from memtrace.analysis.block_table import BlockTable
     from memtrace.analysis.curves import Bands
     from memtrace.analysis.event_log import EventLog
@@ -429,6 +430,19 @@ class Snapshot:
             event=self.event(at, "reserved", chosen),
             sidecar=self.sidecar,
         )
+
+    def address_map(self, at: str | int = "peak", device: int | None = None) -> AddressMap:
+        """What torch holds at a moment (`peak`: of reserved), a row a segment: what lies where, what is free, and which
+        blocks keep it. Its sizes sum to the reserved bytes.
+
+        >>> snapshot = load("fixtures/two-streams.pickle.xz")
+        >>> int(snapshot.address_map().size.sum()) == snapshot.peak("reserved").bytes
+        True
+        """
+        from memtrace.analysis.address_map import address_map_at
+
+        chosen = self._device(device)
+        return address_map_at(self.data, self.replay(chosen), self._shown, self.event(at, "reserved", chosen))
 
     def why(self, at: str | int = "peak", of: str = "allocated", device: int | None = None) -> tuple[Why, ...]:
         """Which rules decided the categories of a moment, with the bytes and the frame of each, largest first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,12 +58,40 @@ class Holes(FrozenColumns):
 def holes_at(replay: Replay, event: int, pools: Sequence[tuple[int, int]] = ((0, 0),)) -> Holes:
     """The holes after `event` (-1: before the first) in segments of the default pool. `pools`: as in `SnapshotData`; a
     segment of which nobody says the pool is the default one's."""
+    spans = replay.spans
+    gaps = gaps_among(replay, np.flatnonzero(spans.alive_at(event)), np.flatnonzero(replay.lifetimes.active_at(event)))
+    default = spans.pool[gaps.span] < 0
+    default |= np.isin(spans.pool[gaps.span], [number for number, pool in enumerate(pools) if pool == (0, 0)])
+    begin, stop, row = (column[default] for column in gaps)
+    start = spans.address[row]
+    return Holes(
+        size=(stop - begin).astype(np.int64),
+        large=spans.large[row],
+        stream=spans.stream[row],
+        releasable=_releasable(
+            (begin - start).astype(np.int64),
+            (stop - start).astype(np.int64),
+            spans.size[row],
+            np.where(spans.large[row], replay.settings.large_page, SMALL_SEGMENT),
+            spans.expandable[row],
+        ),
+    )
+
+
+class Gaps(NamedTuple):
+    """Columns of equal length: free memory from address `begin` up to `stop` (not in it), in that row of `Spans`."""
+
+    begin: NDArray[np.uint64]
+    stop: NDArray[np.uint64]
+    span: NDArray[np.int64]
+
+
+def gaps_among(replay: Replay, alive: NDArray[np.int64], used: NDArray[np.int64]) -> Gaps:
+    """What the blocks `used` (rows of `Lifetimes`) leave free in the segments `alive` (rows of `Spans`)."""
     blocks, spans = replay.lifetimes, replay.spans
-    alive = np.flatnonzero(spans.alive_at(event))
     alive = alive[np.argsort(spans.address[alive], kind="stable")]
     start = spans.address[alive]
     end = start + spans.size[alive].astype(np.uint64)
-    used = np.flatnonzero(blocks.active_at(event))
     used = used[np.argsort(blocks.address[used], kind="stable")]
     first = blocks.address[used]
     reached = np.maximum.accumulate(first + blocks.size[used].astype(np.uint64))
@@ -75,23 +104,8 @@ def holes_at(replay: Replay, event: int, pools: Sequence[tuple[int, int]] = ((0,
     ends = [first[inside], end]
     place = np.concatenate([home[inside], np.arange(len(alive))])
     begin, stop = np.concatenate(begins), np.concatenate(ends)
-    default = spans.pool[alive] < 0
-    default |= np.isin(spans.pool[alive], [number for number, pool in enumerate(pools) if pool == (0, 0)])
-    kept = (stop > begin) & default[place]
-    begin, stop, place = begin[kept], stop[kept], place[kept]
-    row = alive[place]
-    return Holes(
-        size=(stop - begin).astype(np.int64),
-        large=spans.large[row],
-        stream=spans.stream[row],
-        releasable=_releasable(
-            (begin - start[place]).astype(np.int64),
-            (stop - start[place]).astype(np.int64),
-            spans.size[row],
-            np.where(spans.large[row], replay.settings.large_page, SMALL_SEGMENT),
-            spans.expandable[row],
-        ),
-    )
+    kept = stop > begin
+    return Gaps(begin[kept], stop[kept], alive[place[kept]])
 
 
 def _before(first: NDArray[np.uint64], end: NDArray[np.uint64]) -> NDArray[np.int64]:

@@ -60,15 +60,15 @@ def ledger_at(replay: Replay, event: int) -> Ledger:
 
 def ledger_of(replay: Replay, residents: Residents, units: Units) -> Ledger:
     """The ledger of a moment."""
-    terms = (*_block_terms(replay, residents), *_span_terms(replay, residents, units))
+    terms = (*_block_terms(replay, residents), *span_terms(replay, residents, units))
     return Ledger(*(int(term.sum()) for term in terms))
 
 
 def parts_of(replay: Replay, residents: Residents, units: Units, pools: Sequence[PoolId]) -> tuple[Part, ...]:
     """The ledger by pool and stream, largest first; it sums to the whole. `pools` as in `SnapshotData`."""
-    keys, of_block, of_span = _part_numbers(replay, residents)
+    keys, of_block, of_span = part_numbers(replay, residents)
     sums = np.zeros((len(TERMS), len(keys)), np.int64)
-    blocks, spans = _block_terms(replay, residents), _span_terms(replay, residents, units)
+    blocks, spans = _block_terms(replay, residents), span_terms(replay, residents, units)
     for row, term in enumerate(blocks):
         np.add.at(sums[row], of_block, term)
     for row, term in enumerate(spans, start=len(blocks)):
@@ -85,7 +85,7 @@ def parts_of(replay: Replay, residents: Residents, units: Units, pools: Sequence
     return tuple(sorted(parts, key=lambda part: (-part.ledger.reserved, part.pool, part.stream, part.pool_id or ())))
 
 
-def _part_numbers(
+def part_numbers(
     replay: Replay, residents: Residents
 ) -> tuple[list[tuple[int, int, int]], NDArray[np.int64], NDArray[np.int64]]:
     """The distinct (large, stream, pool), and the number of each resident's and of each span's. What lies in no segment
@@ -120,7 +120,7 @@ def _block_terms(replay: Replay, residents: Residents) -> tuple[NDArray[np.int64
     return (*(np.where(live, term, 0) for term in (requested, rounding, slack)), np.where(live, 0, size))
 
 
-def _span_terms(replay: Replay, residents: Residents, units: Units) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def span_terms(replay: Replay, residents: Residents, units: Units) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Of each span that torch holds: stranded and releasable, free bytes beside a block and those of units that no
     block touches."""
     blocks, spans = replay.lifetimes, replay.spans

@@ -223,7 +223,7 @@ class Desk:
     ) -> Oom:
         """`purpose` None: nobody asked, the request is supposed."""
         is_real = purpose is not None
-        cache = _cache(holes, large=asked > SMALL_REQUEST, stream=stream)
+        cache = cache_of(holes, large=asked > SMALL_REQUEST, stream=stream)
         joined, others = cache.largest < asked <= cache.free, cache.other_largest >= asked
         hole, is_kept = self._hole(holes, stream, asked)
         verdict = None if fits is not False else _verdict(joined, others, refused_by_cap, room)
@@ -314,7 +314,8 @@ class Desk:
         )
 
 
-def _cache(holes: Holes, *, large: bool, stream: int) -> Cache:
+def cache_of(holes: Holes, *, large: bool, stream: int) -> Cache:
+    """What a request of that pool and stream could look at."""
     pool = holes.of_pool(large=large)
     own, others = pool.of_stream(stream), pool.of_others(stream)
     return Cache(own.total, own.largest, others.total, others.largest, int(holes.releasable.sum()))
