@@ -363,16 +363,16 @@ def _search(tree: FrameTree, text: str) -> Matches:
     found = matches[table.frame_ids[place]]
     leaf, place = leaf[found], place[found]
     stacks = np.unique(leaf)
-    labels = np.array([text in label.casefold() for label in (*tree.labels, "")], np.bool_)
-    labelled = np.flatnonzero((tree.label >= 0) & labels[tree.label])
+    # not "N more stacks": its stacks are searched one by one
+    searched = tree.labels[: len(tree.labels) - bool((leaves.path < 0).any())]
+    named = [number for number, label in enumerate(searched) if text in label.casefold()]
+    labelled = np.flatnonzero((tree.label >= 0) & np.isin(tree.label, named))
     has_node = leaves.path[leaf] >= 0
     nodes = _nodes_at(tree, paths.depth[place[has_node]] + 1, leaves.path[leaf[has_node]])
-    # "N more stacks" holds stacks that were searched one by one
-    alone = labelled[tree.label[labelled] < len(tree.labels) - bool((leaves.path < 0).any())]
     return Matches(
         nodes=tuple(np.unique(np.concatenate([nodes, labelled])).tolist()),
-        bytes=int(leaves.bytes[stacks].sum() + tree.bytes[alone].sum()),
-        blocks=int(leaves.blocks[stacks].sum() + tree.blocks[alone].sum()),
+        bytes=int(leaves.bytes[stacks].sum() + tree.bytes[labelled].sum()),
+        blocks=int(leaves.blocks[stacks].sum() + tree.blocks[labelled].sum()),
     )
 
 

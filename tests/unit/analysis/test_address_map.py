@@ -336,6 +336,27 @@ def test_expandable_ranges_are_rows_of_their_own(tmp_path: Path) -> None:
     assert [(holder.hostage_bytes, holder.alone_bytes) for holder in found.holders(0)] == [(15 * MiB, 20 * MiB)]
 
 
+def test_a_request_cannot_have_the_holes_of_others(tmp_path: Path) -> None:
+    builder = (
+        SnapshotBuilder()
+        .segment(BASE, 20 * MiB)
+        .alloc(BASE, 12 * MiB)
+        .segment(BASE + 64 * MiB, 20 * MiB)
+        .alloc(BASE + 64 * MiB, 11 * MiB)
+        .segment(BASE + 128 * MiB, 40 * MiB, pool=(0, 3))
+        .segment(BASE + 192 * MiB, 30 * MiB, stream=5)
+        .oom(16 * MiB)
+    )
+    request = address_map(builder, tmp_path).request
+    assert request is not None
+    assert (request.asked_bytes, request.segment_bytes, request.pool) == (16 * MiB, 16 * MiB, "large")
+    assert (request.hole_segment, request.hole_address) == (1, BASE + 75 * MiB)
+    assert (request.cache.largest, request.cache.free, request.cache.other_largest) == (9 * MiB, 17 * MiB, 30 * MiB)
+    none = address_map(SnapshotBuilder().alloc(BASE, 512).oom(16 * MiB), tmp_path).request
+    assert none is not None
+    assert (none.hole_segment, none.hole_address, none.cache.largest) == (None, None, 0)
+
+
 def test_a_small_block_does_not_vanish_in_its_cell(tmp_path: Path) -> None:
     builder = SnapshotBuilder().segment(BASE, 2 * MiB)
     for place in range(3):

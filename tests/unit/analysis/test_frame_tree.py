@@ -291,6 +291,7 @@ def test_of_too_many_stacks_the_lightest_are_one_node(tmp_path: Path, monkeypatc
     assert (tree.bytes[ROOT], tree.blocks[ROOT]) == (24 * MiB, 5)
     for text in ("model.py:3", "main"):
         assert tree.search(text).bytes == whole.search(text).bytes
+    assert tree.search("more").nodes == ()
     monkeypatch.setattr(frame_tree, "MAX_NODES", 1)
     assert outline(snapshot.frame_tree("end")) == {"(5 more stacks)": 24}
 
@@ -354,6 +355,8 @@ def test_shares_are_rounded_to_the_largest_remainder(tmp_path: Path) -> None:
     tree = flat(tmp_path, 5 * MiB, 3 * MiB, 2 * MiB)
     assert shape(tree, 10) == [(Kind.NODE, 5, 1), (Kind.NODE, 3, 1), (Kind.NODE, 2, 1)]
     assert shape(tree, 7) == [(Kind.NODE, 4, 1), (Kind.NODE, 2, 1), (Kind.NODE, 1, 1)]  # 3.5, 2.1, 1.4
+    later = flat(tmp_path, 31 * MiB, 27 * MiB, 12 * MiB)
+    assert shape(later, 7) == [(Kind.NODE, 3, 1), (Kind.NODE, 3, 1), (Kind.NODE, 1, 1)]  # 3.1, 2.7, 1.2
 
 
 def test_nodes_too_narrow_for_a_cell_are_one_that_counts(tmp_path: Path) -> None:
